@@ -138,10 +138,23 @@ def test_calls_that_are_wrong_or_missing_are_named(run: Run) -> None:
     assert output.startswith("720\n")
     assert "265 blocks; at most 264 of this size are resident" in report["faults"][0]["message"]
     assert code == 1
-    code, report, output = run("graph")
+    code, report, output = run("missing")
     assert output.startswith("cudaErrorNotSupported")
-    assert report["faults"][0]["message"].startswith("cudaGraphCreate is not emulated at modes.cu:")
+    assert report["faults"][0]["message"].startswith("cudaIpcGetMemHandle is not emulated at modes.cu:")
     assert code == 3
+
+
+@needs_nvcc
+def test_graphs_run_their_nodes_at_each_launch(run: Run) -> None:
+    code, report, output = run("graph")
+    assert output.splitlines() == [
+        "cudaErrorStreamCaptureUnsupported cudaErrorStreamCaptureImplicit 1 0",
+        "11 16 17 0",
+        "4 4",
+        "cudaSuccess: no error",
+    ]
+    assert (code, report["faults"]) == (0, [])
+    assert [(k["kernel"], k["launches"]) for k in report["launches"]] == [("increase", 3)]
 
 
 @needs_nvcc

@@ -57,6 +57,52 @@ static int end() {
     return error != cudaSuccess;
 }
 
+__global__ void increase(int *x, int by) { x[threadIdx.x] += by; }
+// A capture of two streams, whose work runs at each launch of the graph; then a graph of nodes with a new parameter.
+static int graph() {
+    int *x = ints(4), host[4] = {5, 6, 7, 8}, by = 10, got[4];
+    cudaStream_t s, other;
+    cudaEvent_t fork, join;
+    cudaGraph_t graph;
+    cudaGraphExec_t exec;
+    cudaStreamCaptureStatus status;
+    cudaStreamCreate(&s), cudaStreamCreate(&other), cudaEventCreate(&fork), cudaEventCreate(&join);
+    cudaStreamBeginCapture(s, cudaStreamCaptureModeGlobal);
+    cudaMemcpyAsync(x, host, 16, cudaMemcpyHostToDevice, s);
+    cudaEventRecord(fork, s), cudaStreamWaitEvent(other, fork, 0);
+    increase<<<1, 3, 0, other>>>(x, by);
+    cudaEventRecord(join, other), cudaStreamWaitEvent(s, join, 0);
+    cudaMemsetAsync(x + 3, 0, 4, s);
+    printf("%s ", cudaGetErrorName(cudaStreamSynchronize(s)));
+    increase<<<1, 1>>>(x, by);
+    printf("%s ", cudaGetErrorName(cudaGetLastError()));
+    cudaStreamIsCapturing(other, &status);
+    cudaStreamEndCapture(s, &graph);
+    cudaMemcpy(got, x, 16, cudaMemcpyDeviceToHost);
+    printf("%d %d\n", status == cudaStreamCaptureStatusActive, got[0]);
+    cudaGraphInstantiate(&exec, graph, 0);
+    by = 99, host[0] = 1;  // a kernel's arguments are those of the capture, the memory that it copies is not
+    cudaGraphLaunch(exec, s), cudaGraphLaunch(exec, s), cudaStreamSynchronize(s);
+    cudaMemcpy(got, x, 16, cudaMemcpyDeviceToHost);
+    printf("%d %d %d %d\n", got[0], got[1], got[2], got[3]);
+    cudaGraphExecDestroy(exec), cudaGraphDestroy(graph);
+
+    cudaGraphNode_t first, second;
+    void *arguments[] = {&x, &by};
+    cudaKernelNodeParams params = {};
+    params.func = (void *)increase, params.gridDim = 1, params.blockDim = 4, params.kernelParams = arguments;
+    cudaMemsetParams zero = {};
+    zero.dst = x, zero.elementSize = 4, zero.width = 4, zero.height = 1;
+    cudaGraphCreate(&graph, 0);
+    cudaGraphAddMemsetNode(&first, graph, nullptr, 0, &zero);
+    cudaGraphAddKernelNode(&second, graph, &first, 1, &params);
+    cudaGraphInstantiate(&exec, graph, 0);
+    by = 4;
+    cudaGraphExecKernelNodeSetParams(exec, second, &params);
+    cudaGraphLaunch(exec, 0), cudaMemcpy(got, x, 16, cudaMemcpyDeviceToHost);
+    printf("%d %d\n", got[0], got[3]);
+    return end();
+}
 static int right() {
     float h[100], factors[4] = {1, 2, 3, 4}, *x;
     for (int i = 0; i < 100; i++) h[i] = i;
@@ -146,10 +192,11 @@ int main(int argc, char **argv) {
         reverse<<<1, 64, 100000>>>(ints(64));
         printf("%s\n", cudaGetErrorString(cudaGetLastError()));
     }
-    if (is("graph")) {
-        cudaGraph_t graph;
-        printf("%s\n", cudaGetErrorName(cudaGraphCreate(&graph, 0)));
+    if (is("missing")) {
+        cudaIpcMemHandle_t handle;
+        printf("%s\n", cudaGetErrorName(cudaIpcGetMemHandle(&handle, ints(1))));
     }
+    if (is("graph")) return graph();
     if (is("registered")) {
         static int h[4];
         cudaHostRegister(h, sizeof h, cudaHostRegisterMapped);

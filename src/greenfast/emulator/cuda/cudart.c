@@ -175,43 +175,101 @@ EXPORT cudaError_t __cudaPopCallConfiguration(dim3 *grid, dim3 *block, size_t *s
     return OK;
 }
 
-static cudaError_t launch(const void *function, dim3 grid, dim3 block, void **arguments, size_t shared, dim3 cluster,
-                          int cooperative, int early, void *caller) {
-    if (sticky) return set(sticky);
-    char *layout = NULL, *packed = NULL;
-    Reply reply = call((Request){LAYOUT, 0, {(uintptr_t)function}}, NULL, &layout);
+// Work of a stream: it runs at once, or becomes a node of a graph. Nodes run in the order in which they were added, an
+// order that their dependencies allow.
+enum { KERNEL, MEMCPY, MEMSET, HOST, EMPTY };
+typedef struct Node {
+    int kind;
+    void *caller;
+    const void *function;
+    dim3 grid, block, cluster;
+    size_t shared;
+    int cooperative, early;
+    char *packed;
+    uint32_t bytes;
+    void *dst;
+    const void *src;
+    size_t dst_pitch, dst_slice, src_pitch, src_slice, width, height, planes;
+    int value;  // of a fill, or the kind of a copy
+    cudaHostFn_t host;
+    void *data;
+    const struct Node *origin;
+    struct Node *next;
+} Node;
+typedef struct { Node *first, **last; } Graph;
+
+static struct { Graph *graph; void *origin, *streams[64]; int count; enum cudaStreamCaptureMode mode; } capture;
+
+static int is_captured(void *stream) {
+    for (int n = 0; n < capture.count; n++) if (capture.streams[n] == stream) return 1;
+    return 0;
+}
+static Node *append(Graph *graph, const Node *node) {
+    Node *made = malloc(sizeof *made);
+    *made = *node, made->origin = made, made->next = NULL;
+    if (node->packed) made->packed = memcpy(malloc(node->bytes + 1), node->packed, node->bytes);
+    *graph->last = made, graph->last = &made->next;
+    return made;
+}
+static cudaError_t run(const Node *n);
+static cudaError_t submit(const Node *node, void *stream) {
+    if (is_captured(stream)) return append(capture.graph, node), OK;
+    if (capture.graph && !stream && capture.mode != cudaStreamCaptureModeRelaxed) return set(cudaErrorStreamCaptureImplicit);
+    return run(node);
+}
+
+// Pack arguments as the kernel takes them.
+static cudaError_t pack(Node *node, void **arguments) {
+    char *layout = NULL;
+    Reply reply = call((Request){LAYOUT, 0, {(uintptr_t)node->function}}, NULL, &layout);
     if (!reply.error) {
-        uint32_t (*parameters)[2] = (void *)layout, count = reply.bytes / 8, bytes = reply.values[0];
-        packed = calloc(1, bytes + 1);
-        for (uint32_t n = 0; n < count; n++) memcpy(packed + parameters[n][0], arguments[n], parameters[n][1]);
-        Request request = {LAUNCH, bytes, {(uintptr_t)function, grid.x, grid.y, grid.z, block.x, block.y, block.z, shared,
-                                           cluster.x, cluster.y, cluster.z, cooperative, early, (uintptr_t)caller}};
-        reply = call(request, packed, NULL);
-        if (reply.values[0]) sticky = reply.values[0];
+        uint32_t (*parameters)[2] = (void *)layout, count = reply.bytes / 8;
+        node->bytes = reply.values[0];
+        node->packed = calloc(1, node->bytes + 1);
+        for (uint32_t n = 0; n < count; n++) memcpy(node->packed + parameters[n][0], arguments[n], parameters[n][1]);
     }
     if (reply.error == cudaErrorNotSupported) sticky = reply.error;  // without this kernel, no later result is right
-    free(layout), free(packed);
+    free(layout);
     return set(reply.error);
+}
+static cudaError_t run_kernel(const Node *n) {
+    Request request = {LAUNCH, n->bytes, {(uintptr_t)n->function, n->grid.x, n->grid.y, n->grid.z, n->block.x, n->block.y,
+                                          n->block.z, n->shared, n->cluster.x, n->cluster.y, n->cluster.z, n->cooperative,
+                                          n->early, (uintptr_t)n->caller}};
+    Reply reply = call(request, n->packed, NULL);
+    if (reply.values[0]) sticky = reply.values[0];
+    if (reply.error == cudaErrorNotSupported) sticky = reply.error;
+    return set(reply.error);
+}
+static cudaError_t launch(const void *function, dim3 grid, dim3 block, void **arguments, size_t shared, dim3 cluster,
+                          int cooperative, int early, void *stream, void *caller) {
+    if (sticky) return set(sticky);
+    Node node = {.kind = KERNEL, .caller = caller, .function = function, .grid = grid, .block = block, .cluster = cluster,
+                 .shared = shared, .cooperative = cooperative, .early = early};
+    cudaError_t error = pack(&node, arguments);
+    if (!error) error = submit(&node, stream);
+    free(node.packed);
+    return error;
 }
 static const dim3 one = {1, 1, 1};
 
 EXPORT cudaError_t cudaLaunchKernel(const void *f, dim3 g, dim3 b, void **a, size_t s, cudaStream_t t) {
-    (void)t; return launch(f, g, b, a, s, one, 0, 0, CALLER);
+    return launch(f, g, b, a, s, one, 0, 0, t, CALLER);
 }
 EXPORT cudaError_t cudaLaunchKernel_ptsz(const void *f, dim3 g, dim3 b, void **a, size_t s, cudaStream_t t) {
-    (void)t; return launch(f, g, b, a, s, one, 0, 0, CALLER);
+    return launch(f, g, b, a, s, one, 0, 0, t, CALLER);
 }
 EXPORT cudaError_t __cudaGetKernel(cudaKernel_t *kernel, const void *function) { *kernel = (void *)function; return OK; }
 EXPORT cudaError_t cudaGetKernel(cudaKernel_t *kernel, const void *function) { *kernel = (void *)function; return OK; }
 EXPORT cudaError_t cudaGetFuncBySymbol(cudaFunction_t *out, const void *function) { *out = (void *)function; return OK; }
 EXPORT cudaError_t __cudaLaunchKernel(cudaKernel_t f, dim3 g, dim3 b, void **a, size_t s, cudaStream_t t) {
-    (void)t; return launch(f, g, b, a, s, one, 0, 0, CALLER);
+    return launch(f, g, b, a, s, one, 0, 0, t, CALLER);
 }
 EXPORT cudaError_t __cudaLaunchKernel_ptsz(cudaKernel_t f, dim3 g, dim3 b, void **a, size_t s, cudaStream_t t) {
-    (void)t; return launch(f, g, b, a, s, one, 0, 0, CALLER);
+    return launch(f, g, b, a, s, one, 0, 0, t, CALLER);
 }
 EXPORT cudaError_t cudaLaunchCooperativeKernel(const void *f, dim3 g, dim3 b, void **a, size_t s, cudaStream_t t) {
-    (void)t; return launch(f, g, b, a, s, one, 1, 0, CALLER);
+    return launch(f, g, b, a, s, one, 1, 0, t, CALLER);
 }
 EXPORT cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t *config, const void *f, void **a) {
     dim3 cluster = one;
@@ -224,7 +282,8 @@ EXPORT cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t *config, const v
         else if (attribute->id == cudaLaunchAttributeProgrammaticStreamSerialization)
             early = attribute->val.programmaticStreamSerializationAllowed;
     }
-    return launch(f, config->gridDim, config->blockDim, a, config->dynamicSmemBytes, cluster, cooperative, early, CALLER);
+    return launch(f, config->gridDim, config->blockDim, a, config->dynamicSmemBytes, cluster, cooperative, early,
+                  config->stream, CALLER);
 }
 EXPORT cudaError_t cudaFuncGetAttributes(struct cudaFuncAttributes *out, const void *function) {
     Reply reply = call((Request){ATTRIBUTES, 0, {(uintptr_t)function}}, NULL, NULL);
@@ -275,7 +334,8 @@ static cudaError_t release(void *p, int kind, void *caller) {
 }
 EXPORT cudaError_t cudaMalloc(void **out, size_t size) { return allocate(out, size, DEVICE, CALLER); }
 EXPORT cudaError_t cudaMallocAsync(void **out, size_t size, cudaStream_t s) {
-    (void)s; return allocate(out, size, DEVICE, CALLER);
+    if (is_captured(s)) return REFUSED("cudaMallocAsync in a graph");
+    return allocate(out, size, DEVICE, CALLER);
 }
 EXPORT cudaError_t cudaMallocFromPoolAsync(void **out, size_t size, cudaMemPool_t pool, cudaStream_t s) {
     (void)s, (void)pool; return allocate(out, size, DEVICE, CALLER);
@@ -296,7 +356,9 @@ EXPORT cudaError_t cudaMalloc3D(struct cudaPitchedPtr *out, struct cudaExtent ex
     return allocate(&out->ptr, out->pitch * extent.height * extent.depth, DEVICE, CALLER);
 }
 EXPORT cudaError_t cudaFree(void *p) { return release(p, DEVICE, CALLER); }
-EXPORT cudaError_t cudaFreeAsync(void *p, cudaStream_t s) { (void)s; return release(p, DEVICE, CALLER); }
+EXPORT cudaError_t cudaFreeAsync(void *p, cudaStream_t s) {
+    return is_captured(s) ? REFUSED("cudaFreeAsync in a graph") : release(p, DEVICE, CALLER);
+}
 EXPORT cudaError_t cudaFreeHost(void *p) { return release(p, PINNED, CALLER); }
 EXPORT cudaError_t cudaHostRegister(void *p, size_t size, unsigned flags) {
     (void)flags; return set(call((Request){REGISTER, 0, {(uintptr_t)p, size}}, NULL, NULL).error);
@@ -326,77 +388,104 @@ EXPORT cudaError_t cudaPointerGetAttributes(struct cudaPointerAttributes *out, c
 }
 
 // Copy rows; all sizes in bytes. The emulator checks both ranges, then the bytes are moved here.
-static cudaError_t copy(void *dst, size_t dst_pitch, size_t dst_slice, const void *src, size_t src_pitch, size_t src_slice,
-                        size_t width, size_t height, size_t planes, enum cudaMemcpyKind kind, void *caller) {
-    if (sticky) return set(sticky);
-    if (!width || !height || !planes) return OK;
-    Request request = {COPY, 0, {(uintptr_t)dst, dst_pitch, dst_slice, (uintptr_t)src, src_pitch, src_slice, width, height,
-                                 planes, kind, (uintptr_t)caller}};
+static cudaError_t run_copy(const Node *c) {
+    Request request = {COPY, 0, {(uintptr_t)c->dst, c->dst_pitch, c->dst_slice, (uintptr_t)c->src, c->src_pitch, c->src_slice,
+                                 c->width, c->height, c->planes, c->value, (uintptr_t)c->caller}};
     Reply reply = call(request, NULL, NULL);
     if (reply.error) return set(reply.error);
-    char *to = reachable(dst);
-    const char *from = reachable(src);
-    for (size_t z = 0; z < planes; z++)
-        for (size_t y = 0; y < height; y++)
-            memmove(to + z * dst_slice + y * dst_pitch, from + z * src_slice + y * src_pitch, width);
+    char *to = reachable(c->dst);
+    const char *from = reachable(c->src);
+    for (size_t z = 0; z < c->planes; z++)
+        for (size_t y = 0; y < c->height; y++)
+            memmove(to + z * c->dst_slice + y * c->dst_pitch, from + z * c->src_slice + y * c->src_pitch, c->width);
     return OK;
 }
-static cudaError_t copy_2d(void *dst, size_t dp, const void *src, size_t sp, size_t w, size_t h, enum cudaMemcpyKind kind,
-                           void *caller) {
-    if (dp < w || sp < w) return set(cudaErrorInvalidPitchValue);
-    return copy(dst, dp, 0, src, sp, 0, w, h, 1, kind, caller);
+static Node copy_node(void *dst, size_t dst_pitch, size_t dst_slice, const void *src, size_t src_pitch, size_t src_slice,
+                      size_t width, size_t height, size_t planes, enum cudaMemcpyKind kind, void *caller) {
+    return (Node){.kind = MEMCPY, .caller = caller, .dst = dst, .src = src, .dst_pitch = dst_pitch, .dst_slice = dst_slice,
+                  .src_pitch = src_pitch, .src_slice = src_slice, .width = width, .height = height, .planes = planes,
+                  .value = kind};
 }
-static cudaError_t copy_3d(const struct cudaMemcpy3DParms *p, void *caller) {
+static cudaError_t copy(void *dst, size_t dst_pitch, size_t dst_slice, const void *src, size_t src_pitch, size_t src_slice,
+                        size_t width, size_t height, size_t planes, enum cudaMemcpyKind kind, void *stream, void *caller) {
+    if (sticky) return set(sticky);
+    if (!width || !height || !planes) return OK;
+    Node node = copy_node(dst, dst_pitch, dst_slice, src, src_pitch, src_slice, width, height, planes, kind, caller);
+    return submit(&node, stream);
+}
+static cudaError_t copy_2d(void *dst, size_t dp, const void *src, size_t sp, size_t w, size_t h, enum cudaMemcpyKind kind,
+                           void *stream, void *caller) {
+    if (dp < w || sp < w) return set(cudaErrorInvalidPitchValue);
+    return copy(dst, dp, 0, src, sp, 0, w, h, 1, kind, stream, caller);
+}
+static cudaError_t copy_3d(const struct cudaMemcpy3DParms *p, void *stream, void *caller) {
     if (p->srcArray || p->dstArray) return (cudaError_t)gf_refuse("cudaMemcpy3D with a CUDA array", caller);
     size_t src_slice = p->srcPtr.pitch * p->srcPtr.ysize, dst_slice = p->dstPtr.pitch * p->dstPtr.ysize;
     const char *src = (char *)p->srcPtr.ptr + p->srcPos.z * src_slice + p->srcPos.y * p->srcPtr.pitch + p->srcPos.x;
     char *dst = (char *)p->dstPtr.ptr + p->dstPos.z * dst_slice + p->dstPos.y * p->dstPtr.pitch + p->dstPos.x;
     return copy(dst, p->dstPtr.pitch, dst_slice, src, p->srcPtr.pitch, src_slice, p->extent.width, p->extent.height,
-                p->extent.depth, p->kind, caller);
+                p->extent.depth, p->kind, stream, caller);
 }
 EXPORT cudaError_t cudaMemcpy(void *d, const void *s, size_t n, enum cudaMemcpyKind k) {
-    return copy(d, 0, 0, s, 0, 0, n, 1, 1, k, CALLER);
+    return copy(d, 0, 0, s, 0, 0, n, 1, 1, k, NULL, CALLER);
 }
 EXPORT cudaError_t cudaMemcpyAsync(void *d, const void *s, size_t n, enum cudaMemcpyKind k, cudaStream_t t) {
-    (void)t; return copy(d, 0, 0, s, 0, 0, n, 1, 1, k, CALLER);
+    return copy(d, 0, 0, s, 0, 0, n, 1, 1, k, t, CALLER);
 }
 EXPORT cudaError_t cudaMemcpyPeer(void *d, int x, const void *s, int y, size_t n) {
-    (void)x, (void)y; return copy(d, 0, 0, s, 0, 0, n, 1, 1, cudaMemcpyDeviceToDevice, CALLER);
+    (void)x, (void)y; return copy(d, 0, 0, s, 0, 0, n, 1, 1, cudaMemcpyDeviceToDevice, NULL, CALLER);
 }
 EXPORT cudaError_t cudaMemcpyPeerAsync(void *d, int x, const void *s, int y, size_t n, cudaStream_t t) {
-    (void)x, (void)y, (void)t; return copy(d, 0, 0, s, 0, 0, n, 1, 1, cudaMemcpyDeviceToDevice, CALLER);
+    (void)x, (void)y; return copy(d, 0, 0, s, 0, 0, n, 1, 1, cudaMemcpyDeviceToDevice, t, CALLER);
 }
 EXPORT cudaError_t cudaMemcpy2D(void *d, size_t dp, const void *s, size_t sp, size_t w, size_t h, enum cudaMemcpyKind k) {
-    return copy_2d(d, dp, s, sp, w, h, k, CALLER);
+    return copy_2d(d, dp, s, sp, w, h, k, NULL, CALLER);
 }
 EXPORT cudaError_t cudaMemcpy2DAsync(void *d, size_t dp, const void *s, size_t sp, size_t w, size_t h, enum cudaMemcpyKind k,
                                      cudaStream_t t) {
-    (void)t; return copy_2d(d, dp, s, sp, w, h, k, CALLER);
+    return copy_2d(d, dp, s, sp, w, h, k, t, CALLER);
 }
-EXPORT cudaError_t cudaMemcpy3D(const struct cudaMemcpy3DParms *p) { return copy_3d(p, CALLER); }
-EXPORT cudaError_t cudaMemcpy3DAsync(const struct cudaMemcpy3DParms *p, cudaStream_t t) { (void)t; return copy_3d(p, CALLER); }
+EXPORT cudaError_t cudaMemcpy3D(const struct cudaMemcpy3DParms *p) { return copy_3d(p, NULL, CALLER); }
+EXPORT cudaError_t cudaMemcpy3DAsync(const struct cudaMemcpy3DParms *p, cudaStream_t t) { return copy_3d(p, t, CALLER); }
 
-static cudaError_t fill(void *p, size_t pitch, size_t slice, int value, size_t width, size_t height, size_t planes, void *caller) {
-    if (sticky) return set(sticky);
-    if (!width || !height || !planes) return OK;
-    Request request = {FILL, 0, {(uintptr_t)p, pitch, slice, (uint8_t)value, width, height, planes, (uintptr_t)caller}};
+static cudaError_t run_fill(const Node *f) {
+    Request request = {FILL, 0, {(uintptr_t)f->dst, f->dst_pitch, f->dst_slice, (uint8_t)f->value, f->width, f->height,
+                                 f->planes, (uintptr_t)f->caller}};
     return set(call(request, NULL, NULL).error);
 }
-EXPORT cudaError_t cudaMemset(void *p, int v, size_t n) { return fill(p, 0, 0, v, n, 1, 1, CALLER); }
+static cudaError_t fill(void *p, size_t pitch, size_t slice, int value, size_t width, size_t height, size_t planes,
+                        void *stream, void *caller) {
+    if (sticky) return set(sticky);
+    if (!width || !height || !planes) return OK;
+    Node node = {.kind = MEMSET, .caller = caller, .dst = p, .dst_pitch = pitch, .dst_slice = slice, .value = value,
+                 .width = width, .height = height, .planes = planes};
+    return submit(&node, stream);
+}
+static cudaError_t run(const Node *n) {
+    if (sticky) return set(sticky);
+    switch (n->kind) {
+        case KERNEL: return run_kernel(n);
+        case MEMCPY: return run_copy(n);
+        case MEMSET: return run_fill(n);
+        case HOST: n->host(n->data); return OK;
+        default: return OK;
+    }
+}
+EXPORT cudaError_t cudaMemset(void *p, int v, size_t n) { return fill(p, 0, 0, v, n, 1, 1, NULL, CALLER); }
 EXPORT cudaError_t cudaMemsetAsync(void *p, int v, size_t n, cudaStream_t t) {
-    (void)t; return fill(p, 0, 0, v, n, 1, 1, CALLER);
+    return fill(p, 0, 0, v, n, 1, 1, t, CALLER);
 }
 EXPORT cudaError_t cudaMemset2D(void *p, size_t pitch, int v, size_t w, size_t h) {
-    return fill(p, pitch, 0, v, w, h, 1, CALLER);
+    return fill(p, pitch, 0, v, w, h, 1, NULL, CALLER);
 }
 EXPORT cudaError_t cudaMemset2DAsync(void *p, size_t pitch, int v, size_t w, size_t h, cudaStream_t t) {
-    (void)t; return fill(p, pitch, 0, v, w, h, 1, CALLER);
+    return fill(p, pitch, 0, v, w, h, 1, t, CALLER);
 }
 EXPORT cudaError_t cudaMemset3D(struct cudaPitchedPtr p, int v, struct cudaExtent e) {
-    return fill(p.ptr, p.pitch, p.pitch * p.ysize, v, e.width, e.height, e.depth, CALLER);
+    return fill(p.ptr, p.pitch, p.pitch * p.ysize, v, e.width, e.height, e.depth, NULL, CALLER);
 }
 EXPORT cudaError_t cudaMemset3DAsync(struct cudaPitchedPtr p, int v, struct cudaExtent e, cudaStream_t t) {
-    (void)t; return fill(p.ptr, p.pitch, p.pitch * p.ysize, v, e.width, e.height, e.depth, CALLER);
+    return fill(p.ptr, p.pitch, p.pitch * p.ysize, v, e.width, e.height, e.depth, t, CALLER);
 }
 
 static char *symbol(const void *host, size_t *size) {
@@ -411,35 +500,34 @@ EXPORT cudaError_t cudaGetSymbolAddress(void **out, const void *host) {
 EXPORT cudaError_t cudaGetSymbolSize(size_t *size, const void *host) {
     return symbol(host, size) ? OK : cudaErrorInvalidSymbol;
 }
-static cudaError_t copy_symbol(const void *host, void *data, size_t n, size_t offset, int out, enum cudaMemcpyKind kind, void *caller) {
+static cudaError_t copy_symbol(const void *host, void *data, size_t n, size_t offset, int out, enum cudaMemcpyKind kind,
+                               void *stream, void *caller) {
     size_t size;
     char *at = symbol(host, &size);
     if (!at) return cudaErrorInvalidSymbol;
     if (offset + n > size) return set(cudaErrorInvalidValue);
-    return out ? copy(data, 0, 0, at + offset, 0, 0, n, 1, 1, kind, caller) : copy(at + offset, 0, 0, data, 0, 0, n, 1, 1, kind, caller);
+    return out ? copy(data, 0, 0, at + offset, 0, 0, n, 1, 1, kind, stream, caller)
+               : copy(at + offset, 0, 0, data, 0, 0, n, 1, 1, kind, stream, caller);
 }
 EXPORT cudaError_t cudaMemcpyToSymbol(const void *h, const void *s, size_t n, size_t o, enum cudaMemcpyKind k) {
-    return copy_symbol(h, (void *)s, n, o, 0, k, CALLER);
+    return copy_symbol(h, (void *)s, n, o, 0, k, NULL, CALLER);
 }
 EXPORT cudaError_t cudaMemcpyToSymbolAsync(const void *h, const void *s, size_t n, size_t o, enum cudaMemcpyKind k, cudaStream_t t) {
-    (void)t; return copy_symbol(h, (void *)s, n, o, 0, k, CALLER);
+    return copy_symbol(h, (void *)s, n, o, 0, k, t, CALLER);
 }
 EXPORT cudaError_t cudaMemcpyFromSymbol(void *d, const void *h, size_t n, size_t o, enum cudaMemcpyKind k) {
-    return copy_symbol(h, d, n, o, 1, k, CALLER);
+    return copy_symbol(h, d, n, o, 1, k, NULL, CALLER);
 }
 EXPORT cudaError_t cudaMemcpyFromSymbolAsync(void *d, const void *h, size_t n, size_t o, enum cudaMemcpyKind k, cudaStream_t t) {
-    (void)t; return copy_symbol(h, d, n, o, 1, k, CALLER);
+    return copy_symbol(h, d, n, o, 1, k, t, CALLER);
 }
 
 // ---- streams and events: all work is complete when its call returns -------------------------------------------------
 
 #define NOTHING(name, ...) EXPORT cudaError_t name(__VA_ARGS__) { return sticky ? set(sticky) : OK; }
 #pragma GCC diagnostic ignored "-Wunused-parameter"
-NOTHING(cudaDeviceSynchronize, void)
-NOTHING(cudaStreamSynchronize, cudaStream_t s)
 NOTHING(cudaStreamQuery, cudaStream_t s)
 NOTHING(cudaStreamDestroy, cudaStream_t s)
-NOTHING(cudaStreamWaitEvent, cudaStream_t s, cudaEvent_t e, unsigned flags)
 NOTHING(cudaStreamAttachMemAsync, cudaStream_t s, void *p, size_t n, unsigned flags)
 NOTHING(cudaStreamSetAttribute, cudaStream_t s, cudaStreamAttrID id, const cudaStreamAttrValue *value)
 NOTHING(cudaEventSynchronize, cudaEvent_t e)
@@ -468,18 +556,17 @@ EXPORT cudaError_t cudaDeviceGetDefaultMemPool(cudaMemPool_t *p, int device) { r
 EXPORT cudaError_t cudaDeviceGetMemPool(cudaMemPool_t *p, int device) { return new_handle(p); }
 EXPORT cudaError_t cudaStreamGetPriority(cudaStream_t s, int *p) { *p = 0; return OK; }
 EXPORT cudaError_t cudaStreamGetFlags(cudaStream_t s, unsigned *f) { *f = 0; return OK; }
-EXPORT cudaError_t cudaStreamIsCapturing(cudaStream_t s, enum cudaStreamCaptureStatus *status) {
-    *status = cudaStreamCaptureStatusNone;
-    return OK;
-}
 EXPORT cudaError_t cudaDeviceGetStreamPriorityRange(int *least, int *greatest) { *least = 0, *greatest = -5; return OK; }
-EXPORT cudaError_t cudaLaunchHostFunc(cudaStream_t s, cudaHostFn_t f, void *data) { f(data); return OK; }
+EXPORT cudaError_t cudaLaunchHostFunc(cudaStream_t s, cudaHostFn_t f, void *data) {
+    Node node = {.kind = HOST, .host = f, .data = data};
+    return submit(&node, s);
+}
 EXPORT cudaError_t cudaStreamAddCallback(cudaStream_t s, cudaStreamCallback_t f, void *data, unsigned flags) {
     f(s, sticky, data);
     return OK;
 }
 
-typedef struct { double milliseconds; int recorded; } Event;
+typedef struct { double milliseconds; int recorded; Graph *graph; } Event;  // graph: of the capture that recorded it
 EXPORT cudaError_t cudaEventCreate(cudaEvent_t *e) { *e = calloc(1, sizeof(Event)); return OK; }
 EXPORT cudaError_t cudaEventCreateWithFlags(cudaEvent_t *e, unsigned f) { *e = calloc(1, sizeof(Event)); return OK; }
 EXPORT cudaError_t cudaEventDestroy(cudaEvent_t e) { free(e); return OK; }
@@ -487,7 +574,7 @@ EXPORT cudaError_t cudaEventRecord(cudaEvent_t e, cudaStream_t s) {
     struct timespec now;
     clock_gettime(CLOCK_MONOTONIC, &now);
     if (!e) return set(cudaErrorInvalidResourceHandle);
-    *(Event *)e = (Event){now.tv_sec * 1e3 + now.tv_nsec * 1e-6, 1};
+    *(Event *)e = (Event){now.tv_sec * 1e3 + now.tv_nsec * 1e-6, 1, is_captured(s) ? capture.graph : NULL};
     return sticky ? set(sticky) : OK;
 }
 EXPORT cudaError_t cudaEventRecordWithFlags(cudaEvent_t e, cudaStream_t s, unsigned f) { return cudaEventRecord(e, s); }
@@ -496,6 +583,142 @@ EXPORT cudaError_t cudaEventElapsedTime(float *ms, cudaEvent_t a, cudaEvent_t b)
     if (!a || !b || !first->recorded || !second->recorded) return set(cudaErrorInvalidResourceHandle);
     *ms = second->milliseconds - first->milliseconds;
     return sticky ? set(sticky) : OK;
+}
+
+EXPORT cudaError_t cudaStreamWaitEvent(cudaStream_t s, cudaEvent_t e, unsigned flags) {
+    if (!e) return set(cudaErrorInvalidResourceHandle);
+    if (capture.graph && ((Event *)e)->graph == capture.graph && !is_captured(s)) {  // the stream joins the capture
+        if (capture.count == 64) return REFUSED("a capture of more than 64 streams");
+        capture.streams[capture.count++] = s;
+    }
+    return sticky ? set(sticky) : OK;
+}
+static cudaError_t synchronize(int captured) {
+    return sticky ? set(sticky) : captured ? set(cudaErrorStreamCaptureUnsupported) : OK;
+}
+EXPORT cudaError_t cudaDeviceSynchronize(void) {
+    return synchronize(capture.graph && capture.mode != cudaStreamCaptureModeRelaxed);
+}
+EXPORT cudaError_t cudaStreamSynchronize(cudaStream_t s) { return synchronize(is_captured(s)); }
+
+// ---- graphs ---------------------------------------------------------------------------------------------------------
+
+static Graph *new_graph(void) {
+    Graph *graph = calloc(1, sizeof *graph);
+    graph->last = &graph->first;
+    return graph;
+}
+static Graph *clone_graph(const Graph *graph) {
+    Graph *made = new_graph();
+    for (const Node *n = graph->first; n; n = n->next) append(made, n)->origin = n;
+    return made;
+}
+static cudaError_t destroy(Graph *graph) {
+    if (!graph) return set(cudaErrorInvalidValue);
+    for (Node *n = graph->first, *next; n; n = next) next = n->next, free(n->packed), free(n);
+    free(graph);
+    return OK;
+}
+EXPORT cudaError_t cudaStreamBeginCapture(cudaStream_t s, enum cudaStreamCaptureMode mode) {
+    if (!s) return set(cudaErrorStreamCaptureUnsupported);  // the legacy stream
+    if (capture.graph) return is_captured(s) ? set(cudaErrorIllegalState) : REFUSED("two captures at the same time");
+    capture.graph = new_graph(), capture.origin = capture.streams[0] = s, capture.count = 1, capture.mode = mode;
+    return OK;
+}
+EXPORT cudaError_t cudaStreamEndCapture(cudaStream_t s, cudaGraph_t *graph) {
+    if (!capture.graph || capture.origin != s) return set(cudaErrorStreamCaptureUnmatched);
+    *(Graph **)graph = capture.graph;
+    capture.graph = NULL, capture.count = 0;
+    return OK;
+}
+EXPORT cudaError_t cudaStreamIsCapturing(cudaStream_t s, enum cudaStreamCaptureStatus *status) {
+    *status = is_captured(s) ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
+    return OK;
+}
+EXPORT cudaError_t cudaThreadExchangeStreamCaptureMode(enum cudaStreamCaptureMode *mode) {
+    enum cudaStreamCaptureMode before = capture.mode;
+    capture.mode = *mode, *mode = before;
+    return OK;
+}
+EXPORT cudaError_t cudaGraphCreate(cudaGraph_t *graph, unsigned flags) { *(Graph **)graph = new_graph(); return OK; }
+EXPORT cudaError_t cudaGraphClone(cudaGraph_t *made, cudaGraph_t graph) { *(Graph **)made = clone_graph((Graph *)graph); return OK; }
+EXPORT cudaError_t cudaGraphDestroy(cudaGraph_t graph) { return destroy((Graph *)graph); }
+EXPORT cudaError_t cudaGraphExecDestroy(cudaGraphExec_t exec) { return destroy((Graph *)exec); }
+EXPORT cudaError_t cudaGraphInstantiate(cudaGraphExec_t *exec, cudaGraph_t graph, unsigned long long flags) {
+    if (!graph) return set(cudaErrorInvalidValue);
+    *(Graph **)exec = clone_graph((Graph *)graph);
+    return OK;
+}
+EXPORT cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t *exec, cudaGraph_t graph, unsigned long long flags) {
+    return cudaGraphInstantiate(exec, graph, flags);
+}
+EXPORT cudaError_t cudaGraphUpload(cudaGraphExec_t exec, cudaStream_t s) { return sticky ? set(sticky) : OK; }
+EXPORT cudaError_t cudaGraphLaunch(cudaGraphExec_t exec, cudaStream_t s) {
+    if (!exec) return set(cudaErrorInvalidValue);
+    for (const Node *n = ((Graph *)exec)->first; n; n = n->next) {
+        cudaError_t error = submit(n, s);
+        if (error) return error;
+    }
+    return sticky ? set(sticky) : OK;
+}
+EXPORT cudaError_t cudaGraphGetNodes(cudaGraph_t graph, cudaGraphNode_t *nodes, size_t *count) {
+    size_t total = 0;
+    for (Node *n = ((Graph *)graph)->first; n; n = n->next, total++)
+        if (nodes && total < *count) nodes[total] = (cudaGraphNode_t)n;
+    *count = nodes && *count < total ? *count : total;
+    return OK;
+}
+static cudaError_t add(cudaGraphNode_t *out, cudaGraph_t graph, const Node *node) {
+    if (!graph) return set(cudaErrorInvalidValue);
+    *(Node **)out = append((Graph *)graph, node);
+    return OK;
+}
+static cudaError_t make_kernel(Node *node, const struct cudaKernelNodeParams *p, void *caller) {
+    *node = (Node){.kind = KERNEL, .caller = caller, .function = p->func, .grid = p->gridDim, .block = p->blockDim,
+                   .cluster = one, .shared = p->sharedMemBytes};
+    return p->kernelParams ? pack(node, p->kernelParams) : (cudaError_t)gf_refuse("a kernel node with extra parameters", caller);
+}
+EXPORT cudaError_t cudaGraphAddKernelNode(cudaGraphNode_t *out, cudaGraph_t graph, const cudaGraphNode_t *from, size_t n,
+                                          const struct cudaKernelNodeParams *p) {
+    Node node;
+    cudaError_t error = make_kernel(&node, p, CALLER);
+    if (!error) error = add(out, graph, &node);
+    free(node.packed);
+    return error;
+}
+EXPORT cudaError_t cudaGraphExecKernelNodeSetParams(cudaGraphExec_t exec, cudaGraphNode_t node,
+                                                    const struct cudaKernelNodeParams *p) {
+    for (Node *n = ((Graph *)exec)->first; n; n = n->next)
+        if (n->origin == (Node *)node && n->kind == KERNEL) {
+            Node made;
+            cudaError_t error = make_kernel(&made, p, CALLER);
+            if (error) return error;
+            free(n->packed);
+            made.origin = n->origin, made.next = n->next, *n = made;
+            return OK;
+        }
+    return set(cudaErrorInvalidValue);
+}
+EXPORT cudaError_t cudaGraphAddMemcpyNode1D(cudaGraphNode_t *out, cudaGraph_t graph, const cudaGraphNode_t *from, size_t n,
+                                            void *dst, const void *src, size_t bytes, enum cudaMemcpyKind kind) {
+    Node node = copy_node(dst, 0, 0, src, 0, 0, bytes, 1, 1, kind, CALLER);
+    return add(out, graph, &node);
+}
+EXPORT cudaError_t cudaGraphAddMemsetNode(cudaGraphNode_t *out, cudaGraph_t graph, const cudaGraphNode_t *from, size_t n,
+                                          const struct cudaMemsetParams *p) {
+    if (p->elementSize != 1 && p->value != 0) return REFUSED("a memset node of elements of several bytes");
+    Node node = {.kind = MEMSET, .caller = CALLER, .dst = p->dst, .dst_pitch = p->pitch, .value = p->value,
+                 .width = p->width * p->elementSize, .height = p->height, .planes = 1};
+    return add(out, graph, &node);
+}
+EXPORT cudaError_t cudaGraphAddHostNode(cudaGraphNode_t *out, cudaGraph_t graph, const cudaGraphNode_t *from, size_t n,
+                                        const struct cudaHostNodeParams *p) {
+    Node node = {.kind = HOST, .host = p->fn, .data = p->userData};
+    return add(out, graph, &node);
+}
+EXPORT cudaError_t cudaGraphAddEmptyNode(cudaGraphNode_t *out, cudaGraph_t graph, const cudaGraphNode_t *from, size_t n) {
+    Node node = {.kind = EMPTY};
+    return add(out, graph, &node);
 }
 
 // ---- the device and errors ------------------------------------------------------------------------------------------
