@@ -69,7 +69,7 @@ def cases() -> Iterator[tuple[str, Callable[[], object]]]:
         yield f"packed {precision}, head dim {head_dim}", partial(_packed, precision, head_dim)
     for head_dim in HEAD_DIMS:
         yield f"two parts, head dim {head_dim}", partial(_parts, head_dim)
-    yield "backward in 8 bits", _backward
+        yield f"backward in 8 bits, head dim {head_dim}", partial(_backward, head_dim)
 
 
 def _randn(*shape: int) -> Any:
@@ -219,13 +219,13 @@ def _parts(head_dim: int) -> None:
         block(q, k, v, q_norm=norms, k_norm=norms, rope=tables, rope_interleaved=first == 77)
 
 
-def _backward() -> None:
+def _backward(head_dim: int) -> None:
     """The quantizers and both kernels, with grouped heads and lengths that no tile divides."""
     import greenfast
 
     attend: Any = greenfast.sdpa
     for causal, rows, keys in ((False, 200, 333), (True, 300, 300), (False, 64, 1)):
-        q, k, v = (_randn(1, n, s, 128).requires_grad_() for n, s in ((4, rows), (2, keys), (2, keys)))
+        q, k, v = (_randn(1, n, s, head_dim).requires_grad_() for n, s in ((4, rows), (2, keys), (2, keys)))
         out = attend(q, k, v, is_causal=causal, enable_gqa=True, precision="int8", backward="8bit")
         out.backward(_randn(*out.shape))
 
