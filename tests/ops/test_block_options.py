@@ -102,6 +102,8 @@ def test_tables_of_heads_rotate_each_head_by_its_own_angles() -> None:
     ]
     expected = sdpa(*(rotate(x.to(q.dtype), angles) for x in normalized), v)
     assert error(out, expected) < 2e-3
+    q, k, v, cos, sin = (x[:0] for x in (q, k, v, *tables))
+    assert block(q, k, v, rope=(cos, sin), rope_interleaved=True).shape == q.shape
 
 
 def masks() -> dict[str, dict[str, Any]]:

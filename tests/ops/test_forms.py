@@ -79,6 +79,9 @@ def masks() -> Iterator[Case]:
             yield plain, {"attn_mask": mask}
             if shape in ((6, 8), (2, 3, 6, 8)):  # PyTorch cannot combine others with a causal mask
                 yield plain, {"attn_mask": mask, "is_causal": True}
+    for shape in ((6, 8), (6, 1), (3, 1, 8)):  # with fewer dimensions than the tensors have
+        some = torch.rand(shape, generator=torch.Generator().manual_seed(7)) > 0.4
+        yield ((2, 2, 3, 6, 16), (2, 2, 3, 8, 16), (1, 3, 8, 16)), {"attn_mask": some}
     padded = torch.ones(2, 1, 1, 8, dtype=torch.bool)
     padded[1, ..., 5:] = False
     yield plain, {"attn_mask": padded}

@@ -138,6 +138,20 @@ def test_gradients_and_causal_masks_ignore_what_padding_holds(kind: str) -> None
         assert all(torch.equal(a, b) for a, b in zip(result, results[0], strict=True))
 
 
+@pytest.mark.parametrize("alignment", ["upper_left", "lower_right"])
+def test_the_automatic_precision_combines_booleans_with_a_causal_mask(alignment: str) -> None:
+    """PyTorch's attention, which computes them on a CPU, takes one of both."""
+    for q_len, kv_len in ((30, 50), (50, 30)):
+        q, k, v = make_inputs(q_len, kv_len, (4, 4))
+        own, keys = places(q_len, kv_len, alignment)
+        mask = torch.rand(2, 1, q_len, kv_len, generator=torch.Generator().manual_seed(0)) > 0.3
+        more: dict[str, Any] = {"is_causal": True, "causal_alignment": alignment, "precision": "auto"}
+        wanted = attend(q, k, v, mask & (keys <= own))[0]
+        assert float((sdpa(q, k, v, mask, **more).double() - wanted).norm()) <= 0.01 * float(wanted.norm())
+    with pytest.raises(ValueError, match="attn_mask: only booleans can be combined with is_causal"):
+        sdpa(q, k, v, mask.bfloat16(), **more)
+
+
 def test_hostile_inputs_agree_with_float64() -> None:
     """Biased keys, outlying channels, tiny and huge values, under a mask with rows of one key."""
     mask = torch.ones(300, 300, dtype=torch.bool).tril() & (torch.rand(300, 300) > 0.7) | torch.eye(300).bool()

@@ -356,10 +356,10 @@ def _rotate_heads(args: RowArguments) -> RowArguments:
             f"rope: the shape of cos is {tuple(cos.shape)}; with four dimensions (B or 1, H, S, columns) of query and "
             f"key are needed, which have {tuple(query.shape[:3])} and {tuple(key.shape[:3])}"
         )
+    table = cos.new_empty(()).expand(cos.shape[2:]), sin.new_empty(()).expand(sin.shape[2:])  # also of an empty batch
     one = parse_transform(
-        query, key, args.q_norm, args.k_norm, args.norm_eps, (cos[0, 0], sin[0, 0]), args.rope_dim,
-        args.rope_interleaved,
-    )  # fmt: skip
+        query, key, args.q_norm, args.k_norm, args.norm_eps, table, args.rope_dim, args.rope_interleaved
+    )
     if cos.requires_grad or sin.requires_grad:
         raise TypeError("rope: a table requires grad, but no gradient flows to it; use .detach()")
     if one is None:  # rope is given

@@ -340,6 +340,7 @@ def _apply_bool_mask(form: CanonicalCall, mask: Tensor, query: Tensor, causal: i
         return form._replace(causal=causal)
     if mask.dim() <= 4 and len(form.out) <= 4:
         return form._replace(mask=mask[(None,) * (4 - mask.dim())], causal=causal)
+    mask = mask[(None,) * (3 - mask.dim())]
     heads = mask.shape[-3:]
     return form._replace(mask=mask.expand(*form.out[:-3], *heads).reshape(form.query[0], *heads), causal=causal)
 

@@ -337,8 +337,10 @@ def _sdpa_auto(
         isinstance(attn_mask, Tensor) and attn_mask.dim() < 2
     ):
         raise form.error(f"{form.reason}{_format_shapes(query, key, value)}")
-    if causal == 2 and attn_mask is not None:
-        raise ValueError('attn_mask: with causal_alignment="lower_right" it cannot be combined with is_causal')
+    if causal and attn_mask is not None:  # PyTorch takes one of them
+        if not isinstance(attn_mask, Tensor) or attn_mask.dtype != torch.bool:
+            raise ValueError("attn_mask: only booleans can be combined with is_causal")
+        attn_mask, causal = attn_mask & _build_causal_mask(query, key, causal), 0
     widened = float32_as is not None and query.dtype == torch.float32
     q, k, v = (x.to(float32_as) if widened and x.dtype == torch.float32 else x for x in (query, key, value))
     blind = q.shape[-2] - k.shape[-2] if causal == 2 else 0  # rows without keys, NaN in PyTorch
@@ -380,6 +382,12 @@ def _build_dynamic_lower_right_mask(query: Tensor, key: Tensor) -> tuple[Tensor,
     return scores, without_keys
 
 
+def _build_causal_mask(query: Tensor, key: Tensor, causal: int) -> Tensor:
+    rows, keys = query.shape[-2], key.shape[-2]
+    mask = torch.ones(rows, keys, dtype=torch.bool, device=query.device)
+    return mask.tril(keys - rows if causal == 2 else 0)
+
+
 def _build_lower_right_mask(query: Tensor, key: Tensor) -> Any:
     """Build the causal mask aligned at the last key: a bias that PyTorch has kernels for, or booleans.
 
@@ -387,7 +395,7 @@ def _build_lower_right_mask(query: Tensor, key: Tensor) -> Any:
     """
     rows, keys = query.shape[-2], key.shape[-2]
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
-        return torch.ones(rows, keys, dtype=torch.bool, device=query.device).tril(keys - rows)
+        return _build_causal_mask(query, key, 2)
     return importlib.import_module(BIAS).causal_lower_right(rows, keys)
 
 
