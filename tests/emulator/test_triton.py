@@ -7,6 +7,7 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -206,6 +207,15 @@ def test_memory_that_nothing_has_written_is_found(emulate_triton: Any) -> None:
     host.numpy()[:] = 2
     add[(1,)](x, host.cuda(), z, 64, BLOCK=64)
     assert torch.equal(z, x + 2)
+
+
+def test_results_of_several_tensors_have_the_label_of_their_operand() -> None:
+    with activate(cuda_tensors_as_cpu=True):
+        for x in (torch.ones(2, 3), torch.ones(2, 3, device="cuda")):
+            for result in (x.max(dim=0), x.cummax(0), x.sort()):
+                assert {tensor.device for tensor in result} == {x.device}
+        assert torch.from_numpy(np.ones(3)).cummax(0)[0].numpy().tolist() == [1, 1, 1]
+        assert torch.frombuffer(bytearray(4), dtype=torch.uint8).device.type == "cpu"
 
 
 def test_wrong_requests() -> None:

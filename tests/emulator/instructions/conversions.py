@@ -144,6 +144,8 @@ def _floats() -> list[Case]:
     ]
     for (to, source), mode in itertools.product(narrowing, ("rn", "rz", "rm", "rp")):
         put(f"cvt.{mode}.{to}.{source}", to, source, "double_to_integer" if (to, source) == ("f32", "f64") else "")
+    put("cvt.bf16.f16", "bf16", "f16")
+    put("cvt.f16.bf16", "f16", "bf16")
     for mode in ("rn", "rz", "rm", "rp"):
         put(f"cvt.{mode}.ftz.f32.f64", "f32", "f64", "double_to_integer")
         put(f"cvt.{mode}.sat.f32.f64", "f32", "f64", "double_to_integer")

@@ -47,6 +47,7 @@ _CONVERSIONS = (
     "rn|rz relu? tf32 f32", "rna satfinite? tf32 f32",
     "pack sat u16|s16 s32", "pack sat u8|s8 s32 b32", "rn satfinite relu? e4m3x2|e5m2x2 f32|f16x2",
     "rn relu? f16x2 e4m3x2|e5m2x2",
+    "bf16 f16", "f16 bf16",  # to nearest: ptxas makes the same machine code as for .rn
 )  # fmt: skip
 
 _SHARED = "shared|shared:cta|shared:cluster"

@@ -190,7 +190,8 @@ class LabelMode(TorchFunctionMode):
 
     def _label(self, result: Any, device: torch.device | None, args: Any, kwargs: Any) -> None:
         """Label new storages of results: with the device that the call names, else with that of its tensors."""
-        new = [t for t in tree_iter(result) if _is_host(t) and self.labels.find(t) is None]
+        values = tuple(result) if isinstance(result, tuple) else result  # torch.max's is of a type of its own
+        new = [t for t in tree_iter(values) if _is_host(t) and self.labels.find(t) is None]
         if not new:
             return
         if device is None:
@@ -384,6 +385,16 @@ class CudaTensors:
     def __exit__(self, *error: object) -> None:
         self._stack.close()
 
+    def _on_host(self, make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        """Return a function that labels its result as a CPU tensor. The mode does not see these functions."""
+
+        def call(*args: Any, **kwargs: Any) -> torch.Tensor:
+            tensor = make(*args, **kwargs)
+            self.mode.labels.put(tensor, _CPU)
+            return tensor
+
+        return call
+
     def _replacements(self) -> list[tuple[Any, dict[str, Any]]]:
         p, stream = self.properties, CudaStream()
         zero, seed = (lambda *_, **__: 0), (lambda value: torch.default_generator.manual_seed(int(value)))
@@ -432,6 +443,7 @@ class CudaTensors:
         return [
             (torch.cuda, cuda),
             (torch, {"Generator": _Generator, "compile": _eager}),
+            (torch, {name: self._on_host(getattr(torch, name)) for name in ("from_numpy", "frombuffer")}),
             (torch.version, {"cuda": "13.0"}),
             (torch._C, {"_cuda_getCurrentRawStream": zero}),
             (torch.cuda.nvtx, dict.fromkeys(("range_push", "range_pop", "mark"), _ignore)),
