@@ -33,8 +33,8 @@ __device__ __forceinline__ void round_pair(float low, float high, __nv_bfloat16*
   *reinterpret_cast<__nv_bfloat162*>(out) = __floats2bfloat162_rn(low, high);
 }
 
-// The numbers of a pair. The upper half of a word of two bfloat16 is a float but for bits to be cleared: without this
-// function the compiler moves it down and up again.
+// The numbers of a pair as floats. The upper half of a word of two bfloat16 only needs its other bits cleared. From two
+// separate numbers the compiler moves it down and up again.
 __device__ __forceinline__ float2 unpack_pair(const half* pair) {
   return __half22float2(*reinterpret_cast<const half2*>(pair));
 }
@@ -277,15 +277,15 @@ struct RowsPrologue<Cfg, true> {
     }
   }
 
-  // Sums the squares of the warp's columns of two rows by products of each row with itself, which take an eighth of the
-  // instructions of conversions and additions. An mma takes two words of each of eight rows as 16 rows, and one of these
-  // words as eight columns: only the diagonal of these is used. Both words are in adjacent registers, as they were loaded.
+  // Sums the squares of the warp's columns of two rows, in an eighth of the instructions of conversions and additions:
+  // an mma multiplies rows by themselves. Adjacent words of eight rows are its 16 rows, because they are in adjacent
+  // registers as they were loaded, and one of the two words is its eight columns. Only products of a row by itself count.
   __device__ __forceinline__ static void sum_squares(const Loaded (&x)[kLoads][2], float (&sum)[2]) {
-    // In each row an element's words with itself are on the diagonal in the lane of columns row / 2 * 2 and + 1.
+    // A row's product by itself is in the column of the row's number: in the lane of columns row / 2 * 2 and + 1.
     const int row = threadIdx.x % 32 / 4, lane = row * 4 + row / 2;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      float products[2][4] = {};  // with the first and the second word
+      float products[2][4] = {};  // by the first and by the second word
 #pragma unroll
       for (int i = 0; i < kLoads * 4; ++i) {
         const unsigned (&words)[4] = reinterpret_cast<const unsigned (&)[4]>(x[i / 4][r]);
