@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from greenfast.judge.task import import_file
-from greenfast.kernels.attention.backward import ROWS, START_WORDS
+from greenfast.kernels.attention.backward import ROWS
 from greenfast.kernels.attention.config import KEY_ORDER
 from greenfast.numerics.attention import E4M3_SUM
 from greenfast.numerics.inputs import VARIANTS as VARIANTS
@@ -133,10 +133,9 @@ def compute_from_codes(d: Mapping[str, int], codes: Mapping[str, Tensor]) -> tup
     )
     tables = codes["tables"]
     starts = [
-        (_read_starts(tables[..., first : first + START_WORDS]) - _MAGIC_BITS)[:, : d["S"]].double()
-        for first in (0, START_WORDS)
+        (_read_starts(tables[..., first : first + ROWS]) - _MAGIC_BITS)[:, : d["S"]].double() for first in (0, ROWS)
     ]
-    of_tiles = tables[..., 2 * START_WORDS : 2 * START_WORDS + 3].contiguous().view(torch.float32).double()
+    of_tiles = tables[..., 2 * ROWS : 2 * ROWS + 3].contiguous().view(torch.float32).double()
     of_rows = of_tiles.repeat_interleave(ROWS, 1)[:, : d["S"]]
     factor, q_scale, grad_exponent = (of_rows[..., n : n + 1] for n in range(3))  # (heads, S, 1) each
     by_query, by_key, by_value = codes["factors"][0].double()
@@ -183,8 +182,8 @@ def _read_columns(codes: Tensor) -> Tensor:
 
 
 def _read_starts(words: Tensor) -> Tensor:
-    """Return the words of tables (heads, tiles, 128), each twice, in the order of the queries, (heads, queries)."""
-    return words.reshape(*words.shape[:2], 4, 4, 2, 2, 2)[..., 0, :].transpose(3, 4).flatten(1)
+    """Return the words of tables (heads, tiles, 64) in the order of the queries, (heads, queries)."""
+    return words.reshape(*words.shape[:2], 4, 4, 2, 2).transpose(3, 4).flatten(1)
 
 
 def _join(gradients: list[Tensor]) -> NDArray[np.float64]:

@@ -122,7 +122,7 @@ def test_each_key_has_its_scale() -> None:
     codes = quantized_backward.encode(q, k, v, out, lse.float(), g, scale)
     # The weights of the rounded scores: a score of 17 is off by 0.05, and all weights of its row would be.
     q_codes, k_codes = (codes[name].view(torch.int8).double() for name in "qk")
-    factor = codes["tables"][..., 2 * backward.START_WORDS].view(torch.float32).repeat_interleave(backward.ROWS, 1)
+    factor = codes["tables"][..., 2 * backward.ROWS].view(torch.float32).repeat_interleave(backward.ROWS, 1)
     scores = q_codes @ k_codes.mT * factor.unsqueeze(-1) * math.log(2)
     mean = k.double().mean(-2, keepdim=True)
     lse = torch.logsumexp(scores, -1) + (q.double() * mean).sum(-1) * scale
@@ -146,7 +146,7 @@ def test_differences_beyond_the_range_of_an_accumulator() -> None:
     out, lse, exact = attend([q, k, v, g], causal=False)
     codes = quantized_backward.encode(q, k, v, out.bfloat16(), lse.float(), g, dim**-0.5)
     products = codes["grad"].view(torch.int8).double() @ codes["v"].view(torch.int8).double().mT
-    starts = codes["tables"][..., backward.START_WORDS : 2 * backward.START_WORDS] - quantized_backward._MAGIC_BITS
+    starts = codes["tables"][..., backward.ROWS : 2 * backward.ROWS] - quantized_backward._MAGIC_BITS
     assert products.max() + starts.max() > 2**22
     others = [i for i in range(64) if i != 5]
     _, dk, _ = compute_gradients(codes, 64, 64, False)
@@ -203,12 +203,12 @@ def test_the_quantizer_writes_the_defined_codes(dim: int) -> None:
     mean = buffers["k_mean"].unsqueeze(0)
     torch.testing.assert_close(mean, k.float().mean(2), rtol=1e-6, atol=1e-6)
     want = quantized_backward.encode(q, k, v, out.bfloat16(), lse.float(), g, dim**-0.5, mean)
-    starts = slice(0, 2 * backward.START_WORDS)
+    starts = slice(0, 2 * backward.ROWS)
     for name, expected in want.items():
         got = buffers[name]
         if name == "tables":
             assert (got[..., starts] - expected[..., starts]).abs().max() <= 1
-            got, expected = (x[..., 2 * backward.START_WORDS :].view(torch.float32) for x in (got, expected))
+            got, expected = (x[..., 2 * backward.ROWS :].view(torch.float32) for x in (got, expected))
         if name in ("tables", "factors"):
             torch.testing.assert_close(got, expected, rtol=2e-6, atol=0.0)
         else:

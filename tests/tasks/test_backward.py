@@ -14,7 +14,7 @@ from greenfast.judge.emulator_session import EmulatorSession
 from greenfast.judge.error_metrics import error_stats, worst_bound_ratio
 from greenfast.judge.implementation import build_side
 from greenfast.judge.task import find_task, load
-from greenfast.kernels.attention.backward import START_WORDS
+from greenfast.kernels.attention.backward import ROWS
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import UsageError
 from greenfast.spec.problem import References
@@ -58,7 +58,7 @@ def shift_heads(codes: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def drop_delta(codes: dict[str, Tensor]) -> dict[str, Tensor]:
     tables = codes["tables"].clone()
-    tables[..., START_WORDS : 2 * START_WORDS] = module._MAGIC_BITS
+    tables[..., ROWS : 2 * ROWS] = module._MAGIC_BITS
     return {"tables": tables}
 
 

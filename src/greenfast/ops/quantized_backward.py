@@ -72,7 +72,7 @@ def encode(
     starts = torch.where((g_max > 0.0) & (exponent > -math.inf), _round_starts(score), _NO_QUERY)
     weight = (g * o).sum(-1) / (g_scale * q_v_scale)
     tables = q.new_zeros((len(q), tiles, kernels.TABLE_WORDS), dtype=torch.int32)
-    half = kernels.START_WORDS
+    half = kernels.ROWS
     tables[..., :half] = _lay_out_starts(starts, tiles, _NO_QUERY)
     tables[..., half : 2 * half] = _lay_out_starts(_round_starts(weight), tiles, _MAGIC_BITS)
     undefined_tiles = _split_rows(undefined.float().unsqueeze(-1), tiles).amax((-2, -1)) > 0.0
@@ -143,8 +143,8 @@ def _round_starts(x: Tensor) -> Tensor:
 def _lay_out_starts(starts: Tensor, tiles: int, padding: int) -> Tensor:
     """Return the starts of queries in the order of QueryTable, (heads, tiles, words)."""
     padded = torch.nn.functional.pad(starts, (0, tiles * kernels.ROWS - starts.shape[1]), value=padding)
-    halves = padded.reshape(len(starts), tiles, -1, 2, 4, 1, 2)  # of each 16 queries, four pairs of each half
-    return halves.transpose(3, 4).expand(-1, -1, -1, -1, -1, 2, -1).flatten(2)
+    halves = padded.reshape(len(starts), tiles, -1, 2, 4, 2)  # of each 16 queries, four pairs of each half
+    return halves.transpose(3, 4).flatten(2)
 
 
 def _get_code_shapes(

@@ -26,9 +26,8 @@ TARGET = Target("sm_90a")
 HEAD_DIMS = (64, 128, 256)
 #: Rows of a warpgroup, and queries of a table.
 ROWS = 64
-#: Words of a QueryTable: the starts of S, those of dP, each twice, and four of the tile.
-START_WORDS = 2 * ROWS
-TABLE_WORDS = 2 * START_WORDS + 4
+#: Words of a QueryTable: the starts of S and of dP, and four of the tile.
+TABLE_WORDS = 2 * ROWS + 4
 _ALIGNMENT = 1024
 
 

@@ -508,9 +508,8 @@ __device__ __forceinline__ void encode_backward(const BackwardInputs& p, const B
       }
       weight = kMagicBits - __float2int_rn(fminf(fmaxf(shared.delta[i] / (scales[r] * v_scale), -kRange), kRange));
     }
-    const int word = QueryTable::word_of(in_table);
-    table.score[word] = table.score[word + 2] = score;
-    table.weight[word] = table.weight[word + 2] = weight;
+    table.score[QueryTable::word_of(in_table)] = score;
+    table.weight[QueryTable::word_of(in_table)] = weight;
   }
   if (threadIdx.x % (32 * kTableWarps) == 0) {
     table.score_factor = largest < CUDART_INF_F ? score_factor : CUDART_NAN_F;

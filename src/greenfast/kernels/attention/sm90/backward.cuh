@@ -39,20 +39,17 @@ constexpr int kBackwardRows = 64;  // of a warpgroup, and queries of a QueryTabl
 struct QueryTable {
   // In the order in which a thread of a quad loads them, see word_of. Of S: kMagicBits - (lse log2(e) - log2(scale of
   // dO's row) + grad_exponent) / score_factor; of dP: kMagicBits - delta / (scale of dO's row * scale of V). So P
-  // contains the scale of dO's row, relative to the tile's. Each start is stored twice, for the two rows of a thread, so
-  // that its accumulators are loaded and not copied.
-  static constexpr int kWords = 2 * kBackwardRows;
-  int score[kWords];
-  int weight[kWords];
+  // contains the scale of dO's row, relative to the tile's.
+  int score[kBackwardRows];
+  int weight[kBackwardRows];
   float score_factor;   // scale of Q's int8 codes * scale of K * scale of the scores * log2(e)
   float q_scale;        // of the codes of Q^T, times 1/4
   float grad_exponent;  // an integer: 2^grad_exponent exceeds all scales of dO's rows
   int padding;
 
-  // The first word of a query; the second one follows after another. Of each 16 queries, lane l of a quad has the
-  // accumulators of 2 l, 2 l + 1, twice, and of 8 + 2 l, 9 + 2 l, twice.
+  // The place of a query. Of each 16 queries, lane l of a quad has the accumulators of 2 l, 2 l + 1, 8 + 2 l, 9 + 2 l.
   __device__ __forceinline__ static int word_of(int query) {
-    return query / 16 * 32 + query % 8 / 2 * 8 + query % 16 / 8 * 4 + query % 2;
+    return query / 16 * 16 + query % 8 / 2 * 4 + query % 16 / 8 * 2 + query % 2;
   }
 };
 
@@ -112,11 +109,13 @@ __device__ __forceinline__ void start_at_magic(int (&acc)[kCount], const int (&m
 }
 
 // Starts the accumulators of S^T or dP^T by the queries of their columns. Both rows of a thread have the same start.
-__device__ __forceinline__ void load_starts(int (&acc)[kBackwardRows / 2], const int (&starts)[QueryTable::kWords]) {
+__device__ __forceinline__ void load_starts(int (&acc)[kBackwardRows / 2], const int (&starts)[kBackwardRows]) {
 #pragma unroll
-  for (int i = 0; i < kBackwardRows / 2; i += 4) {
-    const int word = i / 8 * 32 + threadIdx.x % 4 * 8 + i % 8;
-    ptx::load_shared_again(reinterpret_cast<int (&)[4]>(acc[i]), reinterpret_cast<const int (&)[4]>(starts[word]));
+  for (int i = 0; i < kBackwardRows / 2; i += 8) {
+    int four[4];
+    ptx::load_shared_again(four, reinterpret_cast<const int (&)[4]>(starts[2 * i + threadIdx.x % 4 * 4]));
+#pragma unroll
+    for (int c = 0; c < 8; ++c) acc[i + c] = four[c / 4 * 2 + c % 2];
   }
 }
 
@@ -366,15 +365,16 @@ struct KeyGradients {
   }
 
   // Subtracts delta and kMagic from accumulators that started at kMagic.
-  __device__ __forceinline__ static void subtract_delta(float (&dp)[kScores],
-                                                        const int (&weights)[QueryTable::kWords]) {
+  __device__ __forceinline__ static void subtract_delta(float (&dp)[kScores], const int (&weights)[kBackwardRows]) {
 #pragma unroll
-    for (int i = 0; i < kScores; i += 4) {
-      const int word = i / 8 * 32 + threadIdx.x % 4 * 8 + i % 8;
-      const float shift[2] = {__int_as_float(weights[word]) - 2.0f * kMagic,
-                              __int_as_float(weights[word + 1]) - 2.0f * kMagic};
+    for (int i = 0; i < kScores; i += 8) {
+      int four[4];
+      ptx::load_shared_again(four, reinterpret_cast<const int (&)[4]>(weights[2 * i + threadIdx.x % 4 * 4]));
+      float shift[4];
 #pragma unroll
-      for (int c = 0; c < 4; ++c) dp[i + c] += shift[c % 2];
+      for (int c = 0; c < 4; ++c) shift[c] = __int_as_float(four[c]) - 2.0f * kMagic;
+#pragma unroll
+      for (int c = 0; c < 8; ++c) dp[i + c] += shift[c / 4 * 2 + c % 2];
     }
   }
 
