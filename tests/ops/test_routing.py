@@ -57,6 +57,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"key": torch.cat([K, K[:1]]), "value": torch.cat([V, V[:1]])}, "key: its batch differs from query's"),
     ({"key": K[..., :32], "value": V[..., :32]}, "key: another head_dim than query"),
     ({"key": K[:, :2], "value": V[:, :2]}, "key: its heads differ from query's"),
+    ({"value": V[:, :2]}, "value: its heads differ from query's"),
+    ({"value": torch.cat([V, V[:1]])}, "value: its batch differs from query's"),
     ({"key": K[:, :3], "value": V[:, :3], "enable_gqa": True}, "key: the heads of query are not a multiple"),
     (
         {"query": Q[..., :60], "key": K[..., :60], "value": V[..., :60]},

@@ -253,11 +253,13 @@ def _canonicalize_shapes(query: Shape, key: Shape, value: Shape, enable_gqa: boo
         merged = _broadcast_shapes([(heads,), (key_heads,), (value_heads,)])
         if merged is None:
             shared = "; enable_gqa=True lets query heads share them"
-            return Refusal(ValueError, f"key: its heads differ from query's and cannot be broadcast{shared}")
+            wrong = "value" if _broadcast_shapes([(heads,), (key_heads,)]) else "key"
+            return Refusal(ValueError, f"{wrong}: its heads differ from query's and cannot be broadcast{shared}")
         heads = merged[0]
     batch = _broadcast_shapes([x[:-3] for x in shapes])
     if batch is None:
-        return Refusal(ValueError, "key: its batch differs from query's and cannot be broadcast")
+        wrong = "value" if _broadcast_shapes([x[:-3] for x in shapes[:2]]) is not None else "key"
+        return Refusal(ValueError, f"{wrong}: its batch differs from query's and cannot be broadcast")
     many = max(len(x) for x in shapes) > 2
     width = max(8, query[-1], -(-value[-1] // 8) * 8)
     fits = enable_gqa or is_known(key_heads == 1) or is_known(key_heads == heads)

@@ -154,9 +154,7 @@ def parse_window(causal: bool, window_size: Any) -> tuple[int, int]:
 
     Raises TypeError and ValueError.
     """
-    if window_size is None or (isinstance(window_size, tuple) and window_size == (-1, -1)):
-        return -1, 0 if causal else -1
-    left, right = arguments.parse_window(window_size)
+    left, right = (-1, -1) if window_size is None else arguments.parse_window(window_size)
     return left, 0 if causal else right
 
 
