@@ -19,6 +19,7 @@ from greenfast.cli.main import main
 from greenfast.emulator.cuda.fatbinary import EmbeddedPtx, _decompress_lz4, choose_ptx
 from greenfast.emulator.cuda.memory import DEVICE, DeviceMemory
 from greenfast.emulator.cuda.program import compile_program
+from greenfast.emulator.machine.tensormap import BoundMap, decode, encode
 from greenfast.spec.errors import UnsupportedError
 
 SOURCE = Path(__file__).parent / "cuda_program" / "modes.cu"
@@ -234,6 +235,14 @@ def test_a_program_that_cannot_run_is_refused_with_the_remedy(
     assert main(["run", "--watch", "1:x", sys.executable]) == 2
     assert "--watch are for a CUDA source" in capsys.readouterr().err
     assert main(["run", sys.executable, "--version"]) == 0  # a program without CUDA runs too
+
+
+def test_a_tensor_map_survives_cutlass() -> None:
+    """CUTLASS clears bit 21 of the second word, as a workaround for drivers."""
+    bound = BoundMap(0, 2, (64, 8), (2, 128), (64, 8), 128)
+    words = bytearray(encode(bound, 4096))
+    words[8 + 21 // 8] &= ~(1 << 21 % 8)
+    assert decode(bytes(words), 4096) == bound
 
 
 def test_lz4_blocks() -> None:

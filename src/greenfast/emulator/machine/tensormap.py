@@ -20,7 +20,8 @@ from greenfast.spec.kernel import MAP_BYTES, TensorMap
 #: The encoded form of a map: the tensor's address, a mark, rank, element size, swizzle, shape, strides, box. The form
 #: that a GPU's driver writes is not documented; its first field is the address too.
 _FORM = struct.Struct("<Q8s3B5x5Q5Q5H")
-_MARK = b"gf-map\0\2"
+#: CUTLASS clears bit 21 of the second word of a map over a small tensor, so the mark does not have it ("_" for "-").
+_MARK = b"gf_map\0\3"
 _LONGEST_BOX, _MOST_DIMENSIONS = 256, 5
 
 
