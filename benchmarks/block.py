@@ -391,9 +391,10 @@ _BARS = (
 )
 
 
-def picture(record: Mapping[str, Any]) -> str:
-    """Draw the speed of each case compared with the faster attention in bfloat16, as SVG."""
-    rows = record["times"]
+def picture(records: Sequence[Mapping[str, Any]]) -> str:
+    """Draw the speed of each case compared with the faster attention in bfloat16, as SVG. records: of one device."""
+    rows = [row for record in records for row in record["times"]]
+    commits = ", ".join(record["git"]["sha"][:10] for record in records)
     with rc_context({"svg.hashsalt": "greenfast", "svg.fonttype": "none", "font.size": 9}):
         figure = Figure(figsize=(10, 3.6), layout="constrained")
         axes = figure.subplots()
@@ -411,7 +412,7 @@ def picture(record: Mapping[str, Any]) -> str:
         axes.spines[["top", "right"]].set_visible(False)
         axes.margins(y=0.12)
         figure.legend(loc="outside upper center", ncols=2, frameon=False, fontsize=8)
-        figure.supxlabel(f"{record['device']}, commit {record['git']['sha'][:10]}", fontsize=8)
+        figure.supxlabel(f"{records[0]['device']}, commit {commits}", fontsize=8)
         out = io.StringIO()
         FigureCanvasSVG(figure).print_svg(out, metadata={"Date": None})  # type: ignore[no-untyped-call]
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"

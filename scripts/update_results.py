@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +55,7 @@ ROUTING_PAGE = "docs/operator-times.md"
 TILING_RULES, TILING_RECORDS = "src/greenfast/kernels/attention/tilings.json", "evidence/hopper-tilings-h200"
 MODELS_PAGE, MODELS_RECORDS = "docs/operator-times.md", "evidence/models*-h200.json"
 QUALITY_PAGE, QUALITY_RECORD, QUALITY_PICTURE = "docs/models.md", "evidence/quality.json", "docs/images/quality.svg"
-BLOCK_PAGE, BLOCK_RECORD, BLOCK_PICTURE = "docs/models.md", "evidence/block-h200.json", "docs/images/block.svg"
+BLOCK_PAGE, BLOCK_RECORD, BLOCK_PICTURE = "docs/models.md", "evidence/block*-h200.json", "docs/images/block.svg"
 BLOCK_MODELS_RECORD = "evidence/block-models-h100.json"
 PARALLEL_PAGE, PARALLEL_PICTURE = "docs/parallel-times.md", "docs/images/parallel.svg"
 BATCHING_PAGE, BATCHING_RECORDS = "docs/serving-times.md", "evidence/continuous-batching*-h100.json"
@@ -279,7 +279,10 @@ def _parallel_page(root: Path) -> dict[Path, str]:
 def _benchmark_pages(root: Path, pages: dict[Path, str]) -> dict[Path, str]:
     """These pages, and those with tables of benchmarks/ for which there are records."""
     found = dict(pages)
-    pictures = {QUALITY_RECORD: (QUALITY_PICTURE, quality.picture), BLOCK_RECORD: (BLOCK_PICTURE, block.picture)}
+    pictures: dict[str, tuple[str, Callable[[list[dict[str, Any]]], str]]] = {
+        QUALITY_RECORD: (QUALITY_PICTURE, lambda records: quality.picture(records[0])),
+        BLOCK_RECORD: (BLOCK_PICTURE, block.picture),
+    }
     for name, part, pattern, table in (
         (MODELS_PAGE, "models", MODELS_RECORDS, models_table),
         (BATCHING_PAGE, "batching", BATCHING_RECORDS, batching_table),
@@ -295,7 +298,7 @@ def _benchmark_pages(root: Path, pages: dict[Path, str]) -> dict[Path, str]:
             found[page] = fill(found.get(page) or page.read_text(encoding="utf-8"), part, table(records), name)
             if pattern in pictures:
                 picture, draw = pictures[pattern]
-                found[root / picture] = draw(records[0])
+                found[root / picture] = draw(records)
     return found
 
 
