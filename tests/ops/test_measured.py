@@ -195,14 +195,16 @@ def test_auto_leaves_rows_without_keys_zero(rules: None, enable_gqa: bool) -> No
         assert float((result - wanted).norm() / wanted.norm()) < 0.08
 
 
-def test_auto_takes_a_mask_that_masks_nothing_with_either_alignment(rules: None) -> None:
+def test_auto_takes_a_mask_and_a_causal_one_with_either_alignment(rules: None) -> None:
     q, k, v = tensors(length=8, keys=12)
     everything = torch.ones(8, 12, dtype=torch.bool)
     for alignment in ("upper_left", "lower_right"):
         more: Any = {"is_causal": True, "causal_alignment": alignment, "precision": "auto"}
         assert torch.equal(greenfast.sdpa(q, k, v, everything, **more), greenfast.sdpa(q, k, v, **more))
-    with pytest.raises(ValueError, match="attn_mask: with causal_alignment"):
-        greenfast.sdpa(q, k, v, everything.tril(), **more)
+    half = torch.arange(12) % 2 == 0
+    both = half & everything.tril(diagonal=4)
+    wanted = torch.nn.functional.scaled_dot_product_attention(q, k, v, both)
+    torch.testing.assert_close(greenfast.sdpa(q, k, v, half.expand(8, 12), **more), wanted)
 
 
 def test_auto_with_the_log_sum_exp_is_fp8(rules: None) -> None:
