@@ -150,8 +150,7 @@ def render_times(rows: Sequence[dict[str, Any]]) -> str:
             for name in ("backward", "forward + backward")
         ]
         shape = f"{TOKENS // row['length']} x {row['length']}, {'causal' if row['causal'] else 'full'}"
-        head_dim = str(row.get("head_dim", 128))  # records from before head dim 64 have none
-        lines.append((head_dim, shape, *parts, *compared, " / ".join(own)))
+        lines.append((str(row["head_dim"]), shape, *parts, *compared, " / ".join(own)))
     titles = ("D", "sequences", "quantizer", "dK and dV", "dQ", "backward", "with forward", "errors of dQ, dK, dV")
     return table(titles, lines)
 

@@ -342,7 +342,7 @@ def run_planted(name: str) -> None:
 
 
 def compile_cases(names: Sequence[str], timeout_s: float) -> list[str]:
-    """Run each case in a process of its own, without a tool. Return the output of those that fail."""
+    """Run each case in a process of its own, without a tool. Return the outputs of failing cases."""
 
     def run(name: str) -> str:
         command = [sys.executable, __file__, "--run", name]

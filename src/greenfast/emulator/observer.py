@@ -28,6 +28,7 @@ from greenfast.emulator.machine.observed import (
     LineCounts,
     Observe,
     Observed,
+    Recorder,
     WarpStep,
 )
 from greenfast.emulator.machine.state import ResidentBlocks
@@ -118,11 +119,9 @@ class Observer:
                     self._sites.setdefault(id(i), self._make_site(i, program))
         for number, site in other._sites.items():
             own = self._sites[number]
-            own.warps, own.threads, own.taken = (
-                own.warps + site.warps,
-                own.threads + site.threads,
-                own.taken + site.taken,
-            )
+            own.warps += site.warps
+            own.threads += site.threads
+            own.taken += site.taken
         for key, line in other._lines.items():
             mine = self._lines.setdefault(key, _LineState(line.function))
             mine.threads += line.threads
@@ -328,6 +327,12 @@ class _CountsByLine(Counts):
             passes = self.shared_passes - passes
             access.transactions += passes
             access.ideal += passes - (self.shared_load_conflicts + self.shared_store_conflicts - conflicts)
+
+
+def add_launch(total: Observer | None, launch: Recorder | None) -> None:
+    """Add what a launch's recorder observed to the observations of all launches, if there are both."""
+    if total is not None and isinstance(launch, Observer):
+        total.add(launch)
 
 
 def _line_at(program: Program, pc: int) -> int:

@@ -316,18 +316,17 @@ def _apply_mask(form: CanonicalCall, mask: Any, query: Tensor, causal: int) -> C
         return Refusal(
             ValueError, f"attn_mask: {mask.dtype} on {mask.device}; bool or query's dtype and device is needed"
         )
-    if not _fits_scores(form, mask):
-        return Refusal(ValueError, _MASK_SHAPE)
+    if misfit := _refuse_mask_shape(form, mask):
+        return misfit
     return form._replace(causal=causal) if (mask == 0).all() else refused
 
 
-_MASK_SHAPE = "attn_mask: its shape cannot be broadcast to the scores, (..., queries, keys)"
-
-
-def _fits_scores(form: CanonicalCall, mask: Tensor) -> bool:
-    """Return whether a mask broadcasts to the scores."""
+def _refuse_mask_shape(form: CanonicalCall, mask: Tensor) -> Refusal | None:
+    """Return a refusal of a mask that does not broadcast to the scores, else None."""
     scores = (*form.out[:-1], form.key[2])
-    return mask.dim() >= 2 and _broadcast_shapes([scores, tuple(mask.shape)]) == scores
+    if mask.dim() >= 2 and _broadcast_shapes([scores, tuple(mask.shape)]) == scores:
+        return None
+    return Refusal(ValueError, "attn_mask: its shape cannot be broadcast to the scores, (..., queries, keys)")
 
 
 def _apply_bool_mask(form: CanonicalCall, mask: Tensor, query: Tensor, causal: int) -> CanonicalCall | Refusal:
@@ -336,8 +335,8 @@ def _apply_bool_mask(form: CanonicalCall, mask: Tensor, query: Tensor, causal: i
         return Refusal(NotImplementedError, "attn_mask: nested or sparse; the kernels take strided tensors")
     if mask.device != query.device:
         return Refusal(ValueError, f"attn_mask: on {mask.device}; query's device is needed")
-    if not _fits_scores(form, mask):
-        return Refusal(ValueError, _MASK_SHAPE)
+    if misfit := _refuse_mask_shape(form, mask):
+        return misfit
     if _can_read_mask(mask) and mask.all():
         return form._replace(causal=causal)
     if mask.dim() <= 4 and len(form.out) <= 4:

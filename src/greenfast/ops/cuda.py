@@ -38,8 +38,8 @@ from greenfast.ops.launch_plans import (
     get_target,
     lay_out_workspace,
     put_bounded,
+    require_hopper,
 )
-from greenfast.ops.launch_plans import require_hopper as require_hopper
 from greenfast.ops.layout import (
     allocate_mask,
     empty_rows,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, cast
 
@@ -165,9 +165,9 @@ def explain(
         min_length=min_length, target=target,
     )  # fmt: skip
     if not forward.taken:
-        return Explanation(forward.kernel, forward.reason, forward.precision, TORCH)
+        return replace(forward, backward=TORCH)
     if backward == "16bit":
-        return Explanation(forward.kernel, forward.reason, forward.precision, backward)
+        return replace(forward, backward=backward)
     options = parse_options(window, softcap, sinks, kv_lengths, skip_threshold, causal_alignment)
     if isinstance(query, list | tuple) or q_norm is not None or rope is not None:
         obstacle = "attention_block has gradients in 16 bits only"
@@ -185,7 +185,7 @@ def explain(
     why = obstacle or "int8 and E4M3 products; the output and the log-sum-exp of the forward pass are kept"
     if not obstacle and target is None and not cast(Tensor, query).is_cuda:
         why = "the output and the log-sum-exp of the forward pass are kept; exact gradients without a GPU"
-    return Explanation(forward.kernel, forward.reason, forward.precision, "16bit" if obstacle else "8bit", why)
+    return replace(forward, backward="16bit" if obstacle else "8bit", backward_reason=why)
 
 
 def find_8bit_obstacle(

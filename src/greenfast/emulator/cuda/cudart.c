@@ -1,9 +1,10 @@
-// A CUDA runtime library without a GPU: it forwards calls to the emulator, which is another process (server.py).
+// A CUDA runtime library without a GPU: it forwards calls to the emulator, one message per call.
 //
-// One message per call goes over a socket. An extension of Python is in one process with the emulator, so there a
-// function takes the messages (gf_attach), and device memory is that of PyTorch's CPU tensors. Else: Device memory is a shared mapping at one fixed address in both processes, so
-// that pointers inside structs are valid in both. The program's own mapping of device memory is inaccessible, as on a
-// GPU; copies use a second mapping of the same memory. Functions that are not here are stubs (library.py) that call
+// The emulator of a program is another process (server.py), and messages go over a socket. Device memory is a shared
+// mapping at one fixed address in both processes, so that pointers inside structs are valid in both. The program's own
+// mapping of device memory is inaccessible, as on a GPU; copies use a second mapping of the same memory. An extension
+// of Python is in one process with the emulator: a function takes the messages (gf_attach), and device memory is the
+// memory of PyTorch's CPU tensors. Functions that are not here are stubs (library.py) that call
 // gf_refuse. Streams need no queue: every call is complete when it returns, an order that every stream allows.
 #define _GNU_SOURCE
 #include <cuda_runtime_api.h>

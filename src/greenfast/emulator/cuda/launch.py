@@ -14,9 +14,9 @@ from greenfast.emulator.machine.access_log import RestartWithReadTracking
 from greenfast.emulator.machine.epochs import RestartWarpByWarp
 from greenfast.emulator.machine.faults import KernelFaultError
 from greenfast.emulator.machine.memory import UNWRITTEN, Bytes
-from greenfast.emulator.machine.observed import NOTHING, Observe, Recorder
+from greenfast.emulator.machine.observed import NOTHING, Observe
 from greenfast.emulator.machine.redundant_loads import RedundantLoads
-from greenfast.emulator.observer import Observer
+from greenfast.emulator.observer import Observer, add_launch
 from greenfast.emulator.ptx.unsupported import internal_error
 from greenfast.emulator.rerun import UninitFill, accept_benign_race, rerun_with_fills
 from greenfast.emulator.result import GridResult
@@ -62,22 +62,17 @@ class ProgramLauncher:
         except KernelFaultError as e:
             first = convert_error(e)
             if first.kind not in ("data-race", "uninitialized-read"):
-                self._observe(e.observer)
+                add_launch(self.observer, e.observer)
                 return LaunchOutcome([first], e.printed, _get_error_code(first))
             return self._go_on(step, symbols, saved, first)
         except GreenfastError as e:
             memory.restore(saved)
             return LaunchOutcome([convert_error(e)], "", 801)
-        self._observe(result.observer)
+        add_launch(self.observer, result.observer)
         faults = [convert_finding(f) for f in result.findings]
         if self.orders > 1:
             faults += self._compare_orders(step, symbols, saved)
         return LaunchOutcome(faults, result.printed, 0)
-
-    def _observe(self, launch: Recorder | None) -> None:
-        """Add the observations of a launch."""
-        if self.observer is not None and isinstance(launch, Observer):
-            self.observer.add(launch)
 
     def _go_on(
         self, step: KernelLaunch, symbols: dict[str, int], saved: list[tuple[slice, Bytes, Bytes]], first: Fault
@@ -89,10 +84,10 @@ class ProgramLauncher:
             result = self._run(step, symbols, saved, UninitFill(0), self.seed, races)
         except GreenfastError as e:
             self.memory.poisoned = False
-            self._observe(getattr(e, "observer", None))
+            add_launch(self.observer, getattr(e, "observer", None))
             last = convert_error(e)
             return LaunchOutcome([first, last], getattr(e, "printed", ""), _get_error_code(last))
-        self._observe(result.observer)
+        add_launch(self.observer, result.observer)
         faults += [fault for race in races.values() if (fault := convert_error(race)).line != first.line]
         self._keep_unwritten(saved)
         return LaunchOutcome([*faults, *(convert_finding(f) for f in result.findings)], result.printed, 0)

@@ -94,7 +94,7 @@ class CallError(Exception):
 class Runtime:
     """The calls of CUDA's runtime that concern modules and kernels. Subclasses have memory and run launches."""
 
-    #: The newest architecture whose PTX is taken.
+    #: The newest architecture for which PTX is taken.
     limit = 90
 
     def __init__(self, findings: Findings) -> None:
@@ -123,7 +123,7 @@ class Runtime:
         return REPLY.pack(error, len(data), *padded), data
 
     def _keep_error(self, error: GreenfastError) -> None:
-        """Keep what a call was refused for."""
+        """Keep the reason why a call was refused."""
         self.findings.add("", convert_error(error))
 
     def _load_variables(self, made: LoadedModule, module: Module) -> None:

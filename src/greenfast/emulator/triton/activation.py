@@ -17,8 +17,8 @@ from greenfast.device.compiler import compile_kernel
 from greenfast.emulator.grid import KernelLaunch, load_program
 from greenfast.emulator.kernel_run import DEFAULT_TARGET, Fault, convert_error, convert_finding
 from greenfast.emulator.machine.faults import KernelFaultError
-from greenfast.emulator.machine.observed import NOTHING, Observe, Observed, Recorder
-from greenfast.emulator.observer import Observer
+from greenfast.emulator.machine.observed import NOTHING, Observe, Observed
+from greenfast.emulator.observer import Observer, add_launch
 from greenfast.emulator.ptx.names import demangle
 from greenfast.emulator.triton.cuda_tensors import CudaTensors, replace_attribute, without_modes
 from greenfast.emulator.triton.driver import (
@@ -168,12 +168,12 @@ class Activation:
                 result, seconds = run_launch(step, regions, self.seed, self.observe, unwritten)
         except GreenfastError as e:
             self.faults.append(convert_error(e))
-            self._observe(getattr(e, "observer", None))
+            add_launch(self.observer, getattr(e, "observer", None))
             raise
         finally:
             with contextlib.suppress(GreenfastError):
                 self.files.update(load_program(step.ptx, step.entry)[0].files)
-        self._observe(result.observer)
+        add_launch(self.observer, result.observer)
         if result.changed:
             names = ", ".join(sorted(name.removeprefix("variable ") for _, name in result.changed))
             raise UnsupportedError(f"{demangle(step.entry)} changes the variable {names}, and no later launch sees it")
@@ -198,10 +198,6 @@ class Activation:
             error.level, error.kernel = FORMAL, step.entry
             self.faults += formal
             raise error
-
-    def _observe(self, launch: Recorder | None) -> None:
-        if self.observer is not None and isinstance(launch, Observer):
-            self.observer.add(launch)
 
 
 def activate(

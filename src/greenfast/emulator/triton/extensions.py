@@ -47,7 +47,7 @@ from greenfast.spec.errors import CompileError, GreenfastError, MachineError, Un
 from greenfast.spec.facts import ERROR
 from greenfast.spec.kernel import Argument, Packed, Struct, TensorMap
 
-#: Headers in place of those of PyTorch's CUDA library, which the CPU build lacks.
+#: Headers that replace PyTorch's for CUDA, because the CPU build lacks their library.
 HEADERS, SMALL_HEADERS = Path(__file__).with_name("include"), Path(__file__).with_name("include_small")
 #: Libraries whose kernels have no PTX, by the beginning of their headers' names.
 _LIBRARIES = {
@@ -55,7 +55,7 @@ _LIBRARIES = {
     **{"cusolver": "cuSOLVER", "nccl": "NCCL"},
 }
 _INCLUDE = re.compile(rf'^\s*#\s*include\s*[<"]((?:{"|".join(map(re.escape, _LIBRARIES))})[^>"]*)', re.MULTILINE)
-#: Options of nvcc that choose an architecture or a standard: those of the emulator and of PyTorch's headers count.
+#: Options of nvcc that choose an architecture or a standard. The emulator and PyTorch's headers determine both.
 _CHOSEN = re.compile(r"-{1,2}(arch|gpu-architecture|gencode|generate-code|code|gpu-code|std|cudart|rdc|dlto)\b.*")
 #: Operations in place on the extents of a tensor, or on its storage.
 _REFUSED = frozenset({"resize_", "set_", "squeeze_", "t_", "transpose_", "unsqueeze_", "as_strided_", "swapaxes_"})
@@ -228,7 +228,7 @@ class ExtensionRuntime(Runtime):
         self.variables[host] = ExtensionVariable(self.modules[number], payload.decode(), size)
 
     def _symbol(self, values: list[int], payload: bytes) -> tuple[int, tuple[int, ...], bytes]:
-        """Return the place of a variable: a tensor, whose contents become the variable's initial value."""
+        """Return the place of a variable: a tensor. Its contents become the variable's initial value."""
         variable = self.variables.get(values[0])
         if variable is None:
             raise CallError(_INVALID_SYMBOL)

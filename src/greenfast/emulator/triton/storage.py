@@ -58,7 +58,7 @@ def find_region(name: str, value: Any) -> tuple[MemoryRegion, int]:
 
 
 class UnwrittenBytes:
-    """The bytes of storages that nothing has written, as those of ``torch.empty``. Other storages are written."""
+    """The bytes of storages that nothing has written, as in ``torch.empty``. Other storages are written."""
 
     def __init__(self) -> None:
         self._masks: dict[int, tuple[StorageWeakRef, NDArray[np.bool_]]] = {}

@@ -334,7 +334,7 @@ def _model_files(name: str, problem: bytes, module: str, model: str) -> dict[str
 
 
 FUNCTION, SETTINGS = "func_forward.py", "config_forward.json"
-#: The settings in a converted folder, whose own config has their name.
+#: The settings in a converted folder. Its own config has their name.
 KEPT_SETTINGS, KERNEL = "settings.json", "kernel.cu"
 _ROBUST_PROBLEM = '''"""{name}: a problem of robust-kbench; only a tolerance is known of its errors."""
 

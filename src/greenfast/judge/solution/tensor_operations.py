@@ -148,7 +148,7 @@ class OperationRunner:
                 yield from self._views(item)
 
     def _check_written(self, views: Sequence[TensorView], memory: GlobalMemory) -> None:
-        if memory.poisoned:  # a rerun, whose fills show whether the values matter
+        if memory.poisoned:  # a rerun: its fills show whether the values matter
             return
         outs = set(self.operation.writes) if self.operation.is_out else set()
         for view in views:

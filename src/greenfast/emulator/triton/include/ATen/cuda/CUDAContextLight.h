@@ -1,3 +1,3 @@
-// In place of PyTorch's header, whose library the CPU build lacks.
+// Replaces PyTorch's header, because the CPU build lacks its library.
 #pragma once
 #include <ATen/cuda/CUDAContext.h>

@@ -1,4 +1,4 @@
-// In place of PyTorch's header, whose library the CPU build lacks: all streams are the default one, in order.
+// Replaces PyTorch's header, because the CPU build lacks its library: all streams are the default one, in order.
 #pragma once
 #include <c10/core/Device.h>
 #include <c10/core/Stream.h>
