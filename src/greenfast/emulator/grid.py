@@ -239,7 +239,7 @@ def run_chain(
             except GreenfastError:
                 raise
             except Exception as e:
-                raise internal_error(steps[0].entry, e) from e
+                raise internal_error(steps[0].entry if steps else "PyTorch", e) from e
 
     def attempt(around: Surroundings, later: Sequence[int] = ()) -> GridResult:
         def rerun(fill: UninitFill | RedundantLoads | None) -> GridResult:

@@ -270,7 +270,7 @@ class Program:
 
     allocations: of a captured function; its allocator may return the same memory several times. function_us: median
     device time of direct calls of that function, in microseconds; 0 for other programs. operations: in their order, of
-    a function that was recorded without a GPU; only the emulator runs such a program.
+    a function that was recorded without a GPU; only the emulator runs such a program. It may have no launches then.
     """
 
     steps: tuple[Step, ...]

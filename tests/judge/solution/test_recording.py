@@ -135,6 +135,21 @@ def test_arithmetic_of_pytorch_between_launches() -> None:
     np.testing.assert_allclose(replay(run), expected.numpy(), rtol=1e-5)
 
 
+def test_pytorch_alone() -> None:
+    """It is repeated on other inputs; what the function keeps of the example is an earlier call's memory."""
+    kept: list[torch.Tensor] = []
+
+    def keep(x: torch.Tensor) -> torch.Tensor:
+        kept.append(x * 2)
+        return kept[0] + x
+
+    assert np.array_equal(replay(lambda x: torch.mul(x, weight()).to("cuda")), OTHER * _WEIGHT)
+    with pytest.raises(MachineError, match="an earlier call wrote"):
+        replay(keep)
+    with pytest.raises(KernelFaultError, match="nothing has written"):
+        replay(lambda x: torch.empty_like(x) + x)
+
+
 def test_pytorch_finds_memory_that_nothing_has_written() -> None:
     """The second half of y is read; a kernel that reads it after a copy finds it too."""
 
@@ -201,7 +216,7 @@ def test_a_kept_answer_is_refused() -> None:
 @pytest.mark.parametrize(
     ("function", "error", "message"),
     [
-        (lambda x: torch.mul(x, weight()), MachineError, "launches no kernel of its own"),
+        (lambda x: weight(), UsageError, "launched nothing"),
         (lambda x: scaled(x).masked_select(x > 0), MachineError, r"PyTorch computes aten\.masked_select\.default"),
         (lambda x: torch.rand_like(scaled(x)), MachineError, r"PyTorch computes aten\.rand_like\.default"),
         (lambda x: torch.empty(N, dtype=torch.float16, device="cuda"), UsageError, r"returned torch\.float16 \(100,\)"),

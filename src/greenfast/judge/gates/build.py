@@ -95,7 +95,7 @@ def build_sides(
         summary = "; ".join(dict.fromkeys(missing))
         return GateResult(gate="BUILD", status="PENDING", summary=summary, checks=checks), sides
     compilers = dict.fromkeys(kernel.compiler for side in sides for _, kernel in side.distinct)
-    summary = f"{', '.join(compilers)} for {target.name}"
+    summary = f"{', '.join(compilers) or 'nothing to compile'} for {target.name}"
     return GateResult(gate="BUILD", status="PASS", summary=summary, checks=checks), sides
 
 

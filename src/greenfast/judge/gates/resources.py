@@ -38,6 +38,8 @@ def check_budgets(sides: Sequence[BuiltSide], requirements: Mapping[str, Rung], 
         )
     for side in sides:
         rung = requirements[side.role]
+        if not side.distinct:
+            used.append(f"{side.variant.name} has no kernel of its own")
         for shape, kernel in side.distinct:
             r = kernel.resources
             label = f" ({_name_kernel(side, shape, kernel)})" if len(side.distinct) > 1 else ""

@@ -247,7 +247,7 @@ class OperationData(_Message, frozen=True):
 class Rendered(_Message, frozen=True, tag="rendered"):
     """A program."""
 
-    steps: Annotated[list[StepData], Meta(min_length=1, max_length=MAX_LAUNCHES)]
+    steps: Annotated[list[StepData], Meta(max_length=MAX_LAUNCHES)]
     workspaces: dict[Line, WorkspaceData]
     allocations: Annotated[list[AllocationData], Meta(max_length=1 << 16)] = []
     function_us: Annotated[float, Meta(ge=0, le=1e12)] = 0.0
@@ -391,7 +391,9 @@ def _encode_field(field: Any) -> BufferData | ScalarData | ArrayData | StructDat
 
 
 def decode_program(data: Rendered) -> Program:
-    """Decode a program. Raises ValueError for inconsistent values."""
+    """Decode a program. Raises ValueError for inconsistent values, and for a program that computes nothing."""
+    if not data.steps and not data.operations:
+        raise ValueError("a program without launches and operations")
     steps = []
     for step in data.steps:
         kernel = KernelSource(
