@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from rich.text import Text
@@ -23,6 +24,7 @@ from greenfast.judge.report.markdown import short_form
 from greenfast.judge.request import add_check_plan, is_partial, read_request
 from greenfast.judge.store import check_output_file, write_whole
 from greenfast.judge.subject import find_subject, load_implementations
+from greenfast.judge.task import LoadedTask
 from greenfast.judge.validate import Outcome, validate
 from greenfast.spec.errors import GreenfastError, MachineError, UsageError
 
@@ -30,8 +32,18 @@ from greenfast.spec.errors import GreenfastError, MachineError, UsageError
 UNDECIDED, UNCHECKED = 4, 6
 
 
+@dataclass(frozen=True)
+class _Verdict:
+    """What the outputs of a run are made of: its outcome, task, exit code and a note for the console."""
+
+    outcome: Outcome
+    task: LoadedTask
+    code: int
+    note: str
+
+
 def run(args: argparse.Namespace) -> int:
-    """Judge the candidate, and write the files of ``--junit`` and ``--summary``, also for a run without a verdict.
+    """Judge the candidate, then write the outputs; ``--junit`` and ``--summary`` also for a run without a verdict.
 
     A JUnit file of an earlier run is removed first, so that it is not taken for this run's result if this run is
     killed.
@@ -41,7 +53,9 @@ def run(args: argparse.Namespace) -> int:
         args.junit.unlink(missing_ok=True)
     _append(args.summary, "")
     try:
-        record, code = _judge(args)
+        check_output_file(args.html, "--html")
+        verdict = _judge(args)
+        _write_outputs(args, verdict)
     except (Exception, SystemExit) as e:
         code = e.exit_code if isinstance(e, GreenfastError) else MachineError.exit_code
         error = str(e) or type(e).__name__
@@ -51,15 +65,14 @@ def run(args: argparse.Namespace) -> int:
         _append(args.summary, f"**no verdict**: {formatting.code(args.subject)}\n\n{details}\n\n")
         raise
     if args.junit is not None:
-        write_whole(args.junit, junit(record, code))
-    _append(args.summary, f"{short_form(record)}- Exit code: {code}\n\n")
-    return code
+        write_whole(args.junit, junit(verdict.outcome.record, verdict.code))
+    _append(args.summary, f"{short_form(verdict.outcome.record)}- Exit code: {verdict.code}\n\n")
+    return verdict.code
 
 
-def _judge(args: argparse.Namespace) -> tuple[Record, int]:
-    """Judge the candidate; print each gate when it ends, then the verdict. Return the record and the exit code."""
+def _judge(args: argparse.Namespace) -> _Verdict:
+    """Judge the candidate; print each gate when it ends."""
     required = required_gates(args.require)
-    check_output_file(args.html, "--html")
     with ProgressLine(f"reading {args.subject}"):
         subject = find_subject(
             args.subject,
@@ -90,6 +103,13 @@ def _judge(args: argparse.Namespace) -> tuple[Record, int]:
         outcome = validate(
             request, baseline, candidate, console, required=args.speedup, profile=not args.no_profile, kept=kept
         )
+    partial = (chosen or args.exam_seed is not None) and is_partial(request, candidate.rung)
+    return _Verdict(outcome, task, exit_code(outcome.record, required, partial), note)
+
+
+def _write_outputs(args: argparse.Namespace, verdict: _Verdict) -> None:
+    """Write the page and the traces that the options name; print the verdict, or the record for ``--json``."""
+    outcome, task = verdict.outcome, verdict.task
     with ProgressLine(f"writing {args.html}"):
         write_page(args.html, outcome.record, outcome.folder, task, outcome.built)
     if args.traces is not None:
@@ -97,9 +117,7 @@ def _judge(args: argparse.Namespace) -> tuple[Record, int]:
     if args.json:
         print(sealed_json(outcome.record, conclusions=True), end="")
     else:
-        _show(outcome, note)
-    partial = (chosen or args.exam_seed is not None) and is_partial(request, candidate.rung)
-    return outcome.record, exit_code(outcome.record, required, partial)
+        _show(outcome, verdict.note)
 
 
 def _show(outcome: Outcome, note: str) -> None:

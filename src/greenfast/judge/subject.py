@@ -7,23 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from greenfast.judge.formats.convert import (
-    NEW_MODEL,
-    ORIGINAL,
-    convert_definition,
-    convert_model,
-    convert_problem,
-    convert_robust_problem,
-    convert_robust_solution,
-    convert_solution,
-    find_robust_problem,
-    find_workloads,
-    is_definition,
-    is_foreign_solution,
-    is_kernelbench,
-    is_robust_solution,
-)
-from greenfast.judge.formats.schema import DEFINITION, WORKLOADS, read_definition, read_workloads
+from greenfast.judge.formats.convert import import_problem, import_solution
 from greenfast.judge.implementation import Implementation, build_rung_implementation, build_solution_implementation
 from greenfast.judge.request import Request, read_git_state
 from greenfast.judge.solution.schema import CONFIG_NAME as SOLUTION_CONFIG
@@ -31,9 +15,6 @@ from greenfast.judge.solution.schema import ResolvedSolution, find_solution, is_
 from greenfast.judge.task import CONFIG_NAME, LoadedTask, Variant, find_task, is_task, load, task_names
 from greenfast.spec.errors import UsageError, unknown
 
-#: The folders, next to the results, of problems and of solutions that were converted: no solution, whatever its name,
-#: writes into a problem.
-CONVERTED, SOLUTIONS = "converted", "converted_solutions"
 #: The folders that ``greenfast init`` makes.
 _PROBLEM, _SOLUTION = "problem", "solution"
 
@@ -99,39 +80,6 @@ def find_subject(
     return _with_baseline(task, solution, baseline, out)
 
 
-def import_problem(name: str, out: Path, workloads: Path | None = None) -> str:
-    """Return the task of a problem: ``name`` itself, or the folder below ``out`` with the converted foreign problem.
-
-    Raises UsageError for a problem that cannot be judged, and for workloads of a problem that takes none.
-    """
-    path = Path(name)
-    if is_definition(path):
-        return str(convert_definition(find_workloads(path, workloads), out / CONVERTED))
-    if workloads is not None:
-        raise UsageError(f"--workloads {workloads}: only for a definition of FlashInfer-Trace or SOL-ExecBench")
-    robust = find_robust_problem(path)
-    if robust is not None:
-        return str(convert_robust_problem(robust, out / CONVERTED))
-    return str(convert_problem(path, out / CONVERTED)) if is_kernelbench(path) else name
-
-
-def import_solution(path: Path, problem: Path, out: Path) -> Path:
-    """Return a solution's path: ``path`` itself, or the folder that a foreign one is converted to.
-
-    problem: the folder of the task that it is judged by. Raises UsageError if the two do not belong together.
-    """
-    if is_foreign_solution(path):
-        if not (problem / DEFINITION).is_file():
-            raise UsageError(f"{path}: solves a definition of FlashInfer-Trace; --problem names that definition's file")
-        definition, workloads = read_definition(problem / DEFINITION), read_workloads(problem / WORKLOADS)
-        return convert_solution(path, definition, workloads, out / SOLUTIONS)
-    if is_robust_solution(path, problem):
-        return convert_robust_solution(path, problem, out / SOLUTIONS)
-    if is_kernelbench(path, NEW_MODEL) and (problem / ORIGINAL).is_file():
-        return convert_model(path, problem / ORIGINAL, out / SOLUTIONS)
-    return path
-
-
 def _name_problem(solution: ResolvedSolution) -> str:
     problem = solution.config.problem
     if not problem:
@@ -166,19 +114,19 @@ def find_baseline(task: LoadedTask, text: str, out: Path) -> tuple[Variant | Res
 
 def load_implementations(request: Request, subject: Subject) -> tuple[Implementation, Implementation]:
     """Build baseline and candidate for a request. Raises as ``build_solution_implementation``."""
-    return _load_baseline(request, subject.baseline, subject.is_task_baseline), _load(request, subject.candidate)
+    baseline = _build(request, subject.baseline, is_reference=True)
+    candidate = _build(request, subject.candidate)
+    return replace(baseline, is_task_baseline=subject.is_task_baseline), candidate
 
 
 def load_baseline(request: Request, text: str) -> Implementation:
     """Load the baseline that ``text`` names. Raises as ``find_baseline`` and ``build_solution_implementation``."""
-    return _load_baseline(request, *find_baseline(request.task, text, request.out))
+    side, is_task_baseline = find_baseline(request.task, text, request.out)
+    return replace(_build(request, side, is_reference=True), is_task_baseline=is_task_baseline)
 
 
-def _load_baseline(request: Request, side: Variant | ResolvedSolution, is_task_baseline: bool) -> Implementation:
-    return replace(_load(request, side, is_reference=True), is_task_baseline=is_task_baseline)
-
-
-def _load(request: Request, side: Variant | ResolvedSolution, *, is_reference: bool = False) -> Implementation:
+def _build(request: Request, side: Variant | ResolvedSolution, *, is_reference: bool = False) -> Implementation:
+    """Build the implementation of a variant, or of a solution with the commit of its repository."""
     task = request.task
     if isinstance(side, Variant):
         return build_rung_implementation(task.config, task.family, side)
@@ -186,12 +134,7 @@ def _load(request: Request, side: Variant | ResolvedSolution, *, is_reference: b
     built = build_solution_implementation(
         task.config, side, request.target, task.problem, gpu, is_reference=is_reference, results=request.out
     )
-    if built.source is None:
-        return built
-    return replace(built, source=msgspec.structs.replace(built.source, commit=_read_commit(side.path)))
-
-
-def _read_commit(path: Path) -> str:
-    """Return the commit of the repository that a solution is in, with " (dirty)"; empty if it is in none."""
-    git = read_git_state(path if path.is_dir() else path.parent)
-    return "" if git.sha == "unknown" else f"{git.sha}{' (dirty)' if git.dirty else ''}"
+    git = read_git_state(side.path.parent)
+    commit = "" if git.sha == "unknown" else f"{git.sha}{' (dirty)' if git.dirty else ''}"
+    assert built.source is not None
+    return replace(built, source=msgspec.structs.replace(built.source, commit=commit))

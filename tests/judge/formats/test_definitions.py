@@ -16,13 +16,14 @@ from greenfast.judge.formats.convert import (
     convert_definition,
     convert_solution,
     find_workloads,
+    import_problem,
+    import_solution,
     is_definition,
     is_foreign_solution,
 )
 from greenfast.judge.formats.defined import DefinedProblem
 from greenfast.judge.formats.schema import evaluate_dims, read_definition, read_workloads
 from greenfast.judge.solution.schema import find_solution
-from greenfast.judge.subject import import_problem, import_solution
 from greenfast.judge.task import load_task
 from greenfast.spec.errors import UsageError
 
@@ -204,12 +205,12 @@ def solution(**spec: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("style", [True, False])
 def test_a_solution_becomes_a_callable(tmp_path: Path, style: bool) -> None:
-    folder, problem = converted(tmp_path, named(SCALED), workload(3))
+    folder, _ = converted(tmp_path, named(SCALED), workload(3))
     path = tmp_path / "mine.json"
     path.write_text(json.dumps(solution(destination_passing_style=style)))
     assert is_foreign_solution(path)
     assert not is_definition(path)
-    made = convert_solution(path, problem.definition, problem.workloads, tmp_path / "solution")
+    made = convert_solution(path, folder, tmp_path / "solution")
     found = find_solution(made).config
     assert (found.name, found.author, found.file) == ("mine_v1", "someone", "main.py")
     assert found.launches[0].args == ["x", "w", "float64(1e-06)"] + (["y"] if style else [])
@@ -230,11 +231,11 @@ def test_a_solution_becomes_a_callable(tmp_path: Path, style: bool) -> None:
 def test_a_solution_that_cannot_be_judged_is_refused_in_words(
     tmp_path: Path, change: dict[str, Any], says: str
 ) -> None:
-    _, problem = converted(tmp_path, named(SCALED), workload(3))
+    folder, _ = converted(tmp_path, named(SCALED), workload(3))
     path = tmp_path / "mine.json"
     path.write_text(json.dumps({**solution(), **change}))
     with pytest.raises(UsageError, match=says):
-        convert_solution(path, problem.definition, problem.workloads, tmp_path / "solution")
+        convert_solution(path, folder, tmp_path / "solution")
     assert not (tmp_path / "solution").exists(), "nothing half-written"
 
 

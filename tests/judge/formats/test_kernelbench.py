@@ -14,11 +14,12 @@ from greenfast.judge.formats.convert import (
     convert_problem,
     convert_robust_problem,
     find_robust_problem,
+    import_problem,
+    import_solution,
     is_kernelbench,
 )
 from greenfast.judge.formats.defined import ModelProblem, RobustProblem
 from greenfast.judge.solution.schema import find_solution
-from greenfast.judge.subject import import_problem, import_solution
 from greenfast.judge.task import load_task
 from greenfast.spec.errors import UsageError
 

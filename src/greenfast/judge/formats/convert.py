@@ -38,6 +38,9 @@ from greenfast.judge.task import CONFIG_NAME
 from greenfast.spec.errors import UsageError
 from greenfast.spec.files import read_file
 
+#: The folders, next to the results, of problems and of solutions that were converted: no solution, whatever its name,
+#: writes into a problem.
+CONVERTED, SOLUTIONS = "converted", "converted_solutions"
 #: The only format of such a problem. Its tensors are not quantized.
 FORMAT = "as_given"
 REFERENCE = "reference"
@@ -64,6 +67,36 @@ _sources = [str(_folder / name) for name in {sources!r}]
 _built = load(name="solution", sources=_sources, extra_include_paths=[str(_folder)])
 {function} = _built.{function}
 '''
+
+
+def import_problem(name: str, out: Path, workloads: Path | None = None) -> str:
+    """Return the task of a problem: ``name`` itself, or the folder below ``out`` with the converted foreign problem.
+
+    Raises UsageError for a problem that cannot be judged, and for workloads of a problem that takes none.
+    """
+    path = Path(name)
+    if is_definition(path):
+        return str(convert_definition(find_workloads(path, workloads), out / CONVERTED))
+    if workloads is not None:
+        raise UsageError(f"--workloads {workloads}: only for a definition of FlashInfer-Trace or SOL-ExecBench")
+    robust = find_robust_problem(path)
+    if robust is not None:
+        return str(convert_robust_problem(robust, out / CONVERTED))
+    return str(convert_problem(path, out / CONVERTED)) if is_kernelbench(path) else name
+
+
+def import_solution(path: Path, problem: Path, out: Path) -> Path:
+    """Return a solution's path: ``path`` itself, or the folder that a foreign one is converted to.
+
+    problem: the folder of the task that it is judged by. Raises UsageError if the two do not belong together.
+    """
+    if is_foreign_solution(path):
+        return convert_solution(path, problem, out / SOLUTIONS)
+    if is_robust_solution(path, problem):
+        return convert_robust_solution(path, problem, out / SOLUTIONS)
+    if is_kernelbench(path, NEW_MODEL) and (problem / ORIGINAL).is_file():
+        return convert_model(path, problem / ORIGINAL, out / SOLUTIONS)
+    return path
 
 
 @dataclass(frozen=True)
@@ -130,11 +163,15 @@ def convert_definition(files: DefinitionFiles, parent: Path) -> Path:
     )
 
 
-def convert_solution(path: Path, definition: Definition, workloads: Sequence[Workload], parent: Path) -> Path:
+def convert_solution(path: Path, problem: Path, parent: Path) -> Path:
     """Write the folder of a solution of a definition below ``parent`` and return it.
 
-    Raises UsageError for a solution of another definition, or in a language that is not judged.
+    problem: the folder of the converted definition. Raises UsageError if it is another task's or another definition's,
+    and for a solution in a language that is not judged.
     """
+    if not (problem / DEFINITION).is_file():
+        raise UsageError(f"{path}: solves a definition of FlashInfer-Trace; --problem names that definition's file")
+    definition, workloads = read_definition(problem / DEFINITION), read_workloads(problem / WORKLOADS)
     given = read_foreign_solution(path)
     if given.definition != definition.name:
         raise UsageError(
