@@ -2,8 +2,9 @@
 
 python -m benchmarks backward_speed [--json FILE]     on a Hopper GPU
 
-All calls of a shape are timed interleaved, as CUDA graphs: backward passes alone, the prototype's steps, and forward
-plus backward. Errors are relative (Frobenius), against float64, of the first and the last head. TFLOP/s count five
+All calls of a shape are timed interleaved, as CUDA graphs: backward passes alone, the steps of the one in 8 bits, and
+forward plus backward. "kept" is PyTorch's backward pass on the output and the log-sum-exp of the int8 forward pass.
+Errors are relative (Frobenius), against float64, of the first and the last head. TFLOP/s count five
 products for a backward pass, and seven with the forward pass, whatever a kernel computes.
 """
 
@@ -22,7 +23,7 @@ from benchmarks.options import make_parser
 from benchmarks.records import write_measurements
 from benchmarks.timing import time_calls
 from greenfast.judge.report.formatting import table
-from greenfast.ops import quantized_backward, torch_ops
+from greenfast.ops import backward, quantized_backward, torch_ops
 
 HEADS, TOKENS = 16, 16384
 HEAD_DIMS, LENGTHS = (128, 64, 256), (4096, 16384)
@@ -76,7 +77,7 @@ def make_calls(tensors: Sequence[Tensor], causal: bool) -> dict[str, Callable[[]
     length, scale = q.shape[2], q.shape[3] ** -0.5
 
     def forward() -> tuple[Tensor, Tensor, Tensor]:
-        return torch_ops.SDPA_KEPT(q, k, v, "int8", int(causal), scale)  # type: ignore[no-any-return]
+        return torch_ops.SDPA_KEPT(q, k, v, "int8", int(causal), scale, 8)  # type: ignore[no-any-return]
 
     kept = forward()
     codes = quantized_backward.quantize(q, k, v, *kept, g, scale)
@@ -84,8 +85,11 @@ def make_calls(tensors: Sequence[Tensor], causal: bool) -> dict[str, Callable[[]
     def launch(parts: str) -> Any:
         return quantized_backward.launch(codes, length, length, causal, parts)
 
-    def backward(out: Tensor, lse: Tensor, key_mean: Tensor) -> Any:
+    def backward_in_8_bits(out: Tensor, lse: Tensor, key_mean: Tensor) -> Any:
         return quantized_backward.compute_gradients(g, q, k, v, out, lse, key_mean, causal, scale)
+
+    def backward_of_kept(out: Tensor, lse: Tensor, key_mean: Tensor) -> Any:
+        return backward.sdpa_kept_backward(g, q, k, v, out, lse, key_mean, int(causal), scale)
 
     calls: dict[str, Callable[[], Any]] = {}
     for name, make in (("cuDNN bf16", make_cudnn_calls), ("flash bf16", make_flash_calls)):
@@ -97,8 +101,10 @@ def make_calls(tensors: Sequence[Tensor], causal: bool) -> dict[str, Callable[[]
             continue
         calls[f"{name}, forward + backward"], calls[f"{name}, backward"] = both, alone
     return calls | {
-        "8-bit, forward + backward": lambda: backward(*forward()),
-        "8-bit, backward": lambda: backward(*kept),
+        "kept, forward + backward": lambda: backward_of_kept(*forward()),
+        "kept, backward": lambda: backward_of_kept(*kept),
+        "8-bit, forward + backward": lambda: backward_in_8_bits(*forward()),
+        "8-bit, backward": lambda: backward_in_8_bits(*kept),
         "8-bit, quantizer": lambda: quantized_backward.quantize(q, k, v, *kept, g, scale),
         "8-bit, kernel of dK and dV": lambda: launch("keys"),
         "8-bit, kernel of dQ": lambda: launch("queries"),
@@ -146,12 +152,18 @@ def render_times(rows: Sequence[dict[str, Any]]) -> str:
         us, own = row["us"], [f"{100 * error:.1f}" for error in row["errors"]["8-bit"]]
         parts = [f"{us[f'8-bit, {name}']:.0f}" for name in ("quantizer", "kernel of dK and dV", "kernel of dQ")]
         compared = [
-            f"{us[f'8-bit, {name}']:.0f}, {find_fastest(us, name) / us[f'8-bit, {name}']:.2f}x"
-            for name in ("backward", "forward + backward")
+            f"{us[name]:.0f}, {find_fastest(us, name.split(', ')[1]) / us[name]:.2f}x"
+            for name in ("8-bit, backward", "8-bit, forward + backward", "kept, forward + backward")
         ]
         shape = f"{TOKENS // row['length']} x {row['length']}, {'causal' if row['causal'] else 'full'}"
-        lines.append((str(row["head_dim"]), shape, *parts, *compared, " / ".join(own)))
-    titles = ("D", "sequences", "quantizer", "dK and dV", "dQ", "backward", "with forward", "errors of dQ, dK, dV")
+        kept = [f"{100 * error:.1f}" for error in row["errors"]["kept"]]
+        lines.append(
+            (str(row["head_dim"]), shape, *parts, *compared[:2], " / ".join(own), compared[2], " / ".join(kept))
+        )
+    titles = (
+        "D", "sequences", "quantizer", "dK and dV", "dQ", "backward", "with forward", "errors of dQ, dK, dV",
+        "16bit_kept, with forward", "its errors",
+    )  # fmt: skip
     return table(titles, lines)
 
 
@@ -167,7 +179,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         calls = make_calls(tensors, causal)
         errors = {
             name: measure_errors(tensors, causal, calls[f"{name}, backward"]()[:3])
-            for name in ("8-bit", "cuDNN bf16")
+            for name in ("8-bit", "kept", "cuDNN bf16")
             if f"{name}, backward" in calls
         }
         q, k, v, g = tensors

@@ -1,6 +1,6 @@
-"""``sdpa(..., backward="8bit")``: which calls take it, and that its operators behave as PyTorch's do.
+"""``sdpa(..., backward="8bit" | "16bit_kept")``: which calls take it, and that its operators behave as PyTorch's do.
 
-On the CPU its gradients are exact; those of the kernels are compared in tests/kernels and tests/gpu.
+On the CPU the gradients are exact; those of the kernels are compared in tests/kernels and tests/gpu.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import greenfast
-from greenfast.ops import cuda, quantized_backward, routing, torch_ops
+from greenfast.ops import cuda, quantized_backward, reference, routing, torch_ops
 from tests.ops.gradient_cases import Sizes, case
 from tests.ops.launched import PretendedGpu
 from tests.ops.launched import gpu as gpu
@@ -45,31 +45,36 @@ def record_calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return calls
 
 
-@pytest.mark.parametrize(("precision", "head_dim"), [("fp8", 128), ("int8", 64), ("int8", 256)])
+@pytest.mark.parametrize(
+    ("backward", "precision", "head_dim"),
+    [("8bit", "fp8", 128), ("8bit", "int8", 64), ("8bit", "int8", 256), ("16bit_kept", "int8", 72)],
+)
 @pytest.mark.parametrize("causal", [False, True])
 def test_results_on_a_cpu_are_those_of_16_bits(
-    causal: bool, precision: str, head_dim: int, monkeypatch: pytest.MonkeyPatch
+    causal: bool, backward: str, precision: str, head_dim: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tensors, options = inputs(head_dim=head_dim), {"is_causal": causal, "precision": precision}
     wanted, out = gradients(tensors, **options), sdpa(*tensors, enable_gqa=True, **options)
     kept = record_calls(monkeypatch)
-    assert torch.equal(sdpa(*tensors, enable_gqa=True, backward="8bit", **options), out)
-    found = gradients(tensors, backward="8bit", **options)
+    assert torch.equal(sdpa(*tensors, enable_gqa=True, backward=backward, **options), out)
+    found = gradients(tensors, backward=backward, **options)
     assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
-    assert len(kept) == 2
+    assert [args[-1] for args in kept] == [8 if backward == "8bit" else 16] * 2
     with torch.no_grad():
-        assert torch.equal(sdpa(*tensors, enable_gqa=True, backward="8bit", **options), out)
+        assert torch.equal(sdpa(*tensors, enable_gqa=True, backward=backward, **options), out)
     assert len(kept) == 2, "nothing is kept without gradients"
 
 
 def test_the_operators_are_registered_as_pytorch_wants() -> None:
     q, k, v = inputs(20, 20)
     parts = ("test_schema", "test_autograd_registration", "test_faketensor")  # others send gradients to its log-sum-exp
-    torch.library.opcheck(torch.ops.greenfast.sdpa_kept.default, (q, k, v, "fp8", 1, 0.1), test_utils=parts)
-    kept = torch.ops.greenfast.sdpa_kept(q.detach(), k.detach(), v.detach(), "fp8", 1, 0.1)
-    call = (kept[0], q.detach(), k.detach(), v.detach(), *kept, 1, 0.1)
+    torch.library.opcheck(torch.ops.greenfast.sdpa_kept.default, (q, k, v, "fp8", 1, 0.1, 8), test_utils=parts)
+    kept = torch.ops.greenfast.sdpa_kept(q.detach(), k.detach(), v.detach(), "fp8", 1, 0.1, 8)
+    call = (kept[0], q.detach(), k.detach(), v.detach(), *kept, 1, 0.1, 8)
     torch.library.opcheck(torch.ops.greenfast.sdpa_kept_backward.default, call)
-    grad, *_ = torch.autograd.grad(torch.ops.greenfast.sdpa_kept(q, k, v, "fp8", 1, 0.1)[0].sum(), q, create_graph=True)
+    grad, *_ = torch.autograd.grad(
+        torch.ops.greenfast.sdpa_kept(q, k, v, "fp8", 1, 0.1, 8)[0].sum(), q, create_graph=True
+    )
     with pytest.raises(NotImplementedError, match="its gradients are not differentiable"):
         grad.sum().backward()  # type: ignore[no-untyped-call]
 
@@ -92,11 +97,17 @@ def test_other_calls_are_refused_by_name() -> None:
     q, k, v = inputs(40, 40)
     named = [x.detach() for x in (q, k, v)]
     for tensors, options, message in (
-        (named, {"backward": "fp8"}, r"backward: 'fp8'; allowed are '16bit', '8bit', 'auto'"),
-        (named, {"kv_lengths": torch.tensor([3])}, "masks, score options, dropout and return_lse"),
-        (named, {"return_lse": True}, "masks, score options, dropout and return_lse"),
+        (named, {"backward": "fp8"}, r"backward: 'fp8'; allowed are '16bit', '16bit_kept', '8bit', 'auto'"),
+        (named, {"kv_lengths": torch.tensor([3])}, "masks, score options, dropout and return_lse.*recomputes"),
+        (named, {"return_lse": True}, "masks, score options, dropout and return_lse.*recomputes"),
         (named, {"is_causal": True, "causal_alignment": "lower_right"}, "lower_right"),
         (named, {"precision": "fp8_token"}, "allowed are 'fp8', 'int8', 'int8_fine'"),
+        (named, {"backward": "16bit_kept", "softcap": 2.0}, "16bit_kept.*masks, score options"),
+        (
+            [x.float() for x in named],
+            {"backward": "16bit_kept"},
+            r"must be float16 or bfloat16 tensors \(B, H, length, D",
+        ),
         ([x.half() for x in named], {}, r"must be bfloat16 tensors \(B, H, length, D\) with D 64, 128 or 256"),
         ([x[..., :32] for x in named], {}, r"must be bfloat16 tensors \(B, H, length, D\).*query \("),
     ):
@@ -113,6 +124,7 @@ def test_auto_takes_long_calls_that_fit(monkeypatch: pytest.MonkeyPatch) -> None
         ((q[:, :, :31], k, v), {}, False),
         ((q, k, v), {"softcap": 3.0}, False),
         ((q[..., :64], k[..., :64], v[..., :64]), {}, True),
+        (tuple(x[..., :64].half() for x in (q, k, v)), {"causal_alignment": "lower_right", "is_causal": True}, True),
         ((q[..., :32], k[..., :32], v[..., :32]), {}, False),
     ):
         sdpa(*tensors, enable_gqa=True, backward="auto", **options)
@@ -136,8 +148,10 @@ def test_explained_with_the_reason() -> None:
         (short, "auto", {}, "16bit", "may be shorter than 4096"),
         (q, "auto", masked, "16bit", "masks, score options"),
         (q[..., :32], "auto", {}, "16bit", "must be bfloat16 tensors"),
-        (q[..., :64], "auto", {}, "8bit", "int8 and E4M3 products"),
-        (q, "auto", {"q_norm": True}, "16bit", "attention_block has gradients in 16 bits only"),
+        (q[..., :64], "auto", {}, "16bit_kept", "PyTorch's backward pass"),
+        (q[..., :64].half(), "auto", {}, "16bit_kept", "PyTorch's backward pass"),
+        (q.half(), "16bit_kept", {"causal_alignment": "lower_right"}, "16bit_kept", "PyTorch's backward pass"),
+        (q, "auto", {"q_norm": True}, "16bit", "attention_block recomputes"),
         (q.half(), "auto", {"target": "sm_89"}, "16bit", "must be bfloat16 tensors"),
         (q.half(), "16bit", {"target": "sm_80"}, "torch", ""),
         (inputs()[0], "8bit", {"target": None}, "8bit", "exact gradients without a GPU"),
@@ -156,7 +170,7 @@ def test_explained_with_the_reason() -> None:
         assert (refused.kernel, refused.backward) == ("torch", "torch")
         assert refused.reason.startswith('backward="8bit": ')
         assert reason in refused.reason
-    with pytest.raises(ValueError, match=r"backward: 'int8'; allowed are '16bit', '8bit', 'auto'"):
+    with pytest.raises(ValueError, match=r"backward: 'int8'; allowed are '16bit', '16bit_kept', '8bit', 'auto'"):
         explain(q, "int8")
 
 
@@ -167,7 +181,7 @@ def test_what_a_training_step_launches(gpu: PretendedGpu, head_dim: int, launche
     k, v = torch.randn(2, 2, 2, 200, head_dim).bfloat16().transpose(2, 3).contiguous().transpose(2, 3)
     for keys, counts in ((200, (2, launches)), (0, (0, 0))):
         tensors = (q, k[:, :, :keys], v[:, :, :keys])
-        kept = cuda.sdpa_kept(*tensors, "int8", 1, 0.1)
+        kept = cuda.sdpa_kept(*tensors, "int8", 1, 0.1, 8)
         shapes = [(*q.shape,), (2, 4, 300), (2, 2, head_dim)]
         assert [tuple(x.shape) for x in kept] == shapes
         assert len(gpu.launched()) == counts[0]
@@ -182,3 +196,17 @@ def test_autocast_casts_first() -> None:
         out = sdpa(q, k, v, enable_gqa=True, backward="8bit")
     assert out.dtype == torch.bfloat16
     assert torch.autograd.grad(out.sum(), q)[0].dtype == torch.float32
+
+
+@pytest.mark.parametrize("kind", ["normal", "biased 30", "uniform"])
+@pytest.mark.parametrize("head_dim", [64, 72])
+def test_the_kept_log_sum_exp_is_that_of_centered_keys(kind: str, head_dim: int) -> None:
+    """PyTorch's backward pass gets these keys and this log-sum-exp: then the weights of a row add to about 1."""
+    (q, k, v), _ = case(kind, Sizes(40, 300, head_dim, heads=4, kv_heads=2), torch.bfloat16)
+    scale = head_dim**-0.5
+    _, lse, mean = torch.ops.greenfast.sdpa_kept(q, k, v, "int8", 0, scale, 16)
+    centered = reference.center_keys(k.transpose(1, 2).contiguous().transpose(1, 2), mean)
+    assert (centered.dtype, centered.shape) == (k.dtype, k.shape)
+    scores = q.double() @ centered.double().repeat_interleave(2, 1).mT * scale
+    weights = torch.exp(scores - lse.unsqueeze(-1))
+    assert (weights.sum(-1) - 1.0).abs().max() < 0.05

@@ -22,13 +22,15 @@ def refuse_gradients(**given: bool) -> None:
 
 
 def sdpa_backward(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, causal: int, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, causal: int, scale: float,
+    kept: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Compute ``torch.ops.greenfast.sdpa_backward`` of CUDA tensors: gradients with the inputs' dtypes and strides.
 
     The forward pass is recomputed in 16 bits, so that weights, output and log-sum-exp come from the same arithmetic.
-    The output and log-sum-exp of the FP8 forward do not match the weights of the backward pass. If the keys have a
-    mean, dQ is a small difference of large numbers, and such a mismatch would dominate it.
+    kept: the output and the log-sum-exp of a forward pass in 8 bits instead. They do not match the weights of the
+    backward pass. If the keys have a mean, dQ is a small difference of large numbers, and such a mismatch would
+    dominate it. So these keys must be centered.
     """
     if not torch.backends.cuda.is_flash_attention_available():
         return reference.compute_gradients(grad, query, key, value, causal, scale)
@@ -40,11 +42,27 @@ def sdpa_backward(
         slices = (queries, keys, keys)
         rows = zip((*inputs, grad), (*slices, queries), strict=True)
         q, k, v, g = (make_tma_compatible(x[:, :, part], unique_rows=True) for x, part in rows)
-        parts = zip(inputs, slices, _torch_backward(g, q, k, v, masked, scale), strict=True)
+        results = None
+        if kept is not None:
+            out, lse = kept
+            results = make_tma_compatible(out[:, :, queries], unique_rows=True), lse[:, :, queries].contiguous()
+        parts = zip(inputs, slices, _torch_backward(g, q, k, v, masked, scale, results), strict=True)
         part_grads = [_pad_rows(x, at, part) for x, at, part in parts]
         grads = [a + b for a, b in zip(grads, part_grads, strict=True)] if grads else part_grads
     by_query, by_key, by_value = grads or [torch.zeros_like(x) for x in inputs]
     return by_query, by_key, by_value
+
+
+def sdpa_kept_backward(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, key_mean: Tensor, causal: int,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Compute ``torch.ops.greenfast.sdpa_kept_backward`` in 16 bits: gradients with the inputs' dtypes and strides.
+
+    out, lse, key_mean: as ``torch.ops.greenfast.sdpa_kept`` returned them. The gradients are those of attention to
+    centered keys: subtracting a vector from all keys changes neither the weights nor their gradients.
+    """
+    return sdpa_backward(grad, query, reference.center_keys(key, key_mean), value, causal, scale, (out, lse))
 
 
 def _pad_rows(x: Tensor, rows: slice, part: Tensor) -> Tensor:
@@ -72,24 +90,34 @@ def split_mask(q_len: int, kv_len: int, causal: int) -> list[tuple[slice, slice,
 
 
 def _torch_backward(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, masked: bool, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, masked: bool, scale: float,
+    kept: tuple[Tensor, Tensor] | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Compute the gradients by cuDNN if PyTorch would choose it, else by FlashAttention.
 
-    FlashAttention aligns its mask at the last key.
+    FlashAttention aligns its mask at the last key. kept: the output and the log-sum-exp, computed here if None.
     """
+    no_starts, lengths = (None, None), (query.shape[2], key.shape[2])
     if not (masked and query.shape[2] != key.shape[2]) and _uses_cudnn(query, key, value, masked, scale):
-        out, lse, from_q, from_k, most_q, most_k, seed, offset, _ = _ATEN._scaled_dot_product_cudnn_attention(
-            query, key, value, None, True, 0.0, masked, False, scale=scale
-        )
+        if kept is None:
+            forward = _ATEN._scaled_dot_product_cudnn_attention(
+                query, key, value, None, True, 0.0, masked, False, scale=scale
+            )
+        else:
+            unused = torch.zeros((), dtype=torch.int64, device=query.device)  # the state of dropout's random numbers
+            forward = (kept[0], kept[1].unsqueeze(-1), *no_starts, *lengths, unused, unused, None)
+        out, lse, from_q, from_k, most_q, most_k, seed, offset, _ = forward
         cudnn: tuple[Tensor, Tensor, Tensor] = _ATEN._scaled_dot_product_cudnn_attention_backward(
             grad, query, key, value, out, lse, seed, offset, None, from_q, from_k, most_q, most_k, 0.0, masked,
             scale=scale,
         )  # fmt: skip
         return cudnn
-    out, lse, from_q, from_k, most_q, most_k, seed, offset, _ = _ATEN._scaled_dot_product_flash_attention(
-        query, key, value, 0.0, masked, False, scale=scale
-    )
+    if kept is None:
+        forward = _ATEN._scaled_dot_product_flash_attention(query, key, value, 0.0, masked, False, scale=scale)
+    else:
+        unused = torch.zeros(2, dtype=torch.int64, device=query.device)
+        forward = (*kept, *no_starts, *lengths, unused, unused[0], None)
+    out, lse, from_q, from_k, most_q, most_k, seed, offset, _ = forward
     flash: tuple[Tensor, Tensor, Tensor] = _ATEN._scaled_dot_product_flash_attention_backward(
         grad, query, key, value, out, lse, from_q, from_k, most_q, most_k, 0.0, masked, seed, offset, scale=scale
     )

@@ -331,7 +331,7 @@ def sdpa_lse(
 
 
 def sdpa_kept(
-    query: Tensor, key: Tensor, value: Tensor, precision: str, causal: int, scale: float
+    query: Tensor, key: Tensor, value: Tensor, precision: str, causal: int, scale: float, bits: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``torch.ops.greenfast.sdpa_kept`` of CUDA tensors.
 

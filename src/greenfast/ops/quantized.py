@@ -17,13 +17,13 @@ Precision = Literal["fp8", "int8", "int8_fine"]
 SdpaPrecision = Literal["fp8", "int8", "int8_fine", "fp8_token"]
 AutoPrecision = Literal["fp8", "int8", "int8_fine", "fp8_token", "auto"]
 Alignment = Literal["upper_left", "lower_right"]
-Backward = Literal["16bit", "8bit", "auto"]
+Backward = Literal["16bit", "16bit_kept", "8bit", "auto"]
 #: Precision -> the format of Q and K; V is always E4M3.
 PRECISIONS = {"fp8": "e4m3", "int8": "int8", "int8_fine": "int8"}
 PRECISIONS_AND_AUTO = (*PRECISIONS, "auto")
 #: The precision with a scale for each token and head of Q, K and V. Only ``sdpa`` supports it (``ops.token_scales``).
 TOKEN = "fp8_token"
-BACKWARDS = ("16bit", "8bit", "auto")
+BACKWARDS = ("16bit", "16bit_kept", "8bit", "auto")
 SDPA_PRECISIONS = (*PRECISIONS, TOKEN, "auto")
 #: The precision with a scale for each row of Q and for each of the KEY_GROUPS groups of ROW_BLOCK keys.
 FINE = "int8_fine"

@@ -291,10 +291,20 @@ def compute_mean_scores(query: Tensor, key_mean: Tensor, *, rotated: bool) -> Te
     (B, HK, D or more), rotated or not. No float32 matrix product is used, since it may be rounded to fewer bits
     (torch.set_float32_matmul_precision).
     """
-    size, share = key_mean.shape[-1], query.shape[1] // key_mean.shape[1]
-    mean = key_mean.double() @ _build_inverse_rotation(size, key_mean.device) if rotated else key_mean
-    mean = mean[..., : query.shape[-1]].float().repeat_interleave(share, 1)
-    return (query * mean.unsqueeze(-2)).sum(-1)
+    share = query.shape[1] // key_mean.shape[1]
+    mean = _rotate_back(key_mean, query.shape[-1]) if rotated else key_mean[..., : query.shape[-1]]
+    return (query * mean.repeat_interleave(share, 1).unsqueeze(-2)).sum(-1)
+
+
+def center_keys(key: Tensor, key_mean: Tensor) -> Tensor:
+    """Return the keys minus their rotated mean, of key's dtype and strides; key_mean is as for compute_mean_scores."""
+    mean = _rotate_back(key_mean, key.shape[-1]).unsqueeze(-2)
+    return torch.sub(key, mean, out=torch.empty_like(key))  # the difference is of float32
+
+
+def _rotate_back(key_mean: Tensor, head_dim: int) -> Tensor:
+    mean = key_mean.double() @ _build_inverse_rotation(key_mean.shape[-1], key_mean.device)
+    return mean[..., :head_dim].float()
 
 
 def add_mean_scores(lse: Tensor, scores: Tensor, causal: int, scale: float) -> Tensor:
@@ -312,8 +322,7 @@ def add_packed_mean_scores(lse: Tensor, query: Tensor, key_mean: Tensor, cu_seq_
 
     query: (total_q, H, D). key_mean: float32 (N, HK, D or more), rotated. Rows without keys stay -inf.
     """
-    size, share = key_mean.shape[-1], query.shape[1] // key_mean.shape[1]
-    mean = (key_mean.double() @ _build_inverse_rotation(size, key_mean.device))[..., : query.shape[-1]].float()
+    share, mean = query.shape[1] // key_mean.shape[1], _rotate_back(key_mean, query.shape[-1])
     rows = torch.arange(query.shape[0], device=query.device, dtype=torch.int32)
     sequence = torch.bucketize(rows, cu_seq_q[1:], right=True).clamp_(max=key_mean.shape[0] - 1)
     scores = (query * mean.repeat_interleave(share, 1)[sequence]).sum(-1).transpose(0, 1)

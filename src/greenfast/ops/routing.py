@@ -43,6 +43,7 @@ from greenfast.ops.masked import NO_OPTIONS, TOKEN_MASKS, describe_mask, parse_o
 from greenfast.ops.parts import list_tensors
 from greenfast.ops.quantized import (
     BACKWARDS,
+    DTYPES,
     PRECISIONS,
     PRECISIONS_AND_AUTO,
     SDPA_PRECISIONS,
@@ -59,8 +60,14 @@ from greenfast.spec.errors import UsageError
 
 TORCH = "torch"  # PyTorch's own attention computes the call
 NONE = "none"  # there is nothing to compute
-#: Queries and keys from which on training in 8 bits was measured to be faster than with a recomputed forward pass.
+#: Queries and keys from which on "auto" keeps the forward pass for the backward pass, as it was measured to be faster.
 LONG_BACKWARD = 4096
+#: Head dim -> the backward pass that "auto" takes for such calls: the fastest one measured (docs/training.md).
+AUTO_BACKWARDS = {64: "16bit_kept", 128: "8bit", 256: "8bit"}
+_KEPT_REASONS = {
+    "8bit": "int8 and E4M3 products; the output and the log-sum-exp of the forward pass are kept",
+    "16bit_kept": "PyTorch's backward pass; the output and the log-sum-exp of the forward pass are kept",
+}
 _TENSOR_TYPES = (Tensor, torch.nn.Parameter, FakeTensor)  # other subclasses define attention themselves
 
 
@@ -72,8 +79,8 @@ class Explanation:
     nothing to compute; "ring" or "ulysses" inside a ``context_parallel``, where ``use`` counts calls of
     "context_parallel"; "torch" if PyTorch's own attention computes it, because no kernel can or none is faster.
     precision: the precision of the computation; empty for "torch".
-    backward: the backward pass of such a call with gradients: "8bit" or "16bit", "torch" for PyTorch's own. Empty for
-    calls that only have a forward pass. backward_reason: why, empty for the default.
+    backward: the backward pass of such a call with gradients: "16bit", "16bit_kept" or "8bit", "torch" for PyTorch's
+    own attention. Empty for calls that only have a forward pass. backward_reason: why, empty for the default.
     """
 
     kernel: str
@@ -150,8 +157,8 @@ def explain(
     The default is the tensors' own device.
 
     backward: as for ``sdpa``. The result names the backward pass of such a call with gradients, whether or not these
-    tensors require them, and why "auto" chose it. A call without the kernels of "8bit" is refused; the reason names
-    what it lacks.
+    tensors require them, and why "auto" chose it. A call that cannot have the named backward pass is refused; the
+    reason names what it lacks.
 
     Raises TypeError for flags, numbers and lengths of the wrong type, and ValueError for an unknown ``precision``,
     ``causal_alignment``, ``backward`` or ``target`` and for a probability outside 0 to 1.
@@ -169,48 +176,67 @@ def explain(
     if backward == "16bit":
         return replace(forward, backward=backward)
     options = parse_options(window, softcap, sinks, kv_lengths, skip_threshold, causal_alignment)
+    chosen = ""
     if isinstance(query, list | tuple) or q_norm is not None or rope is not None:
-        obstacle = "attention_block has gradients in 16 bits only"
+        obstacle = "the backward pass of attention_block recomputes the forward pass"
     elif in_context_parallel():
         obstacle = "not inside a context_parallel"
     else:
         plain = options is NO_OPTIONS and attn_mask is None and dropout_p == 0.0
         causal = parse_causal(is_causal, causal_alignment)
         gpu = None if target is None else _parse_target(target)
-        obstacle = find_8bit_obstacle(query, key, value, plain, causal, enable_gqa, precision, gpu)
-    if obstacle and backward == "8bit":
-        return Explanation(TORCH, f'backward="8bit": {obstacle}', "", TORCH)
-    if not obstacle and backward == "auto":
-        obstacle = find_short_length(cast(Tensor, query), cast(Tensor, key))
-    why = obstacle or "int8 and E4M3 products; the output and the log-sum-exp of the forward pass are kept"
-    if not obstacle and target is None and not cast(Tensor, query).is_cuda:
+        chosen, obstacle = choose_backward(backward, query, key, value, plain, causal, enable_gqa, precision, gpu)
+    if obstacle:
+        if backward != "auto":
+            return Explanation(TORCH, f'backward="{backward}": {obstacle}', "", TORCH)
+        return replace(forward, backward="16bit", backward_reason=obstacle)
+    why = _KEPT_REASONS[chosen]
+    if target is None and not cast(Tensor, query).is_cuda:
         why = "the output and the log-sum-exp of the forward pass are kept; exact gradients without a GPU"
-    return replace(forward, backward="16bit" if obstacle else "8bit", backward_reason=why)
+    return replace(forward, backward=chosen, backward_reason=why)
 
 
-def find_8bit_obstacle(
-    query: Any, key: Any, value: Any, plain: bool, causal: int, enable_gqa: bool, precision: str,
+def choose_backward(
+    backward: Backward, query: Any, key: Any, value: Any, plain: bool, causal: int, enable_gqa: bool, precision: str,
     gpu: Target | None = None,
-) -> str:  # fmt: skip
-    """Return what a call of ``sdpa`` lacks for a backward pass in 8 bits, or an empty string.
+) -> tuple[str, str]:  # fmt: skip
+    """Return "8bit" or "16bit_kept", and what a call of ``sdpa`` lacks for it, or an empty string.
 
-    plain: without a mask, score options, dropout and a log-sum-exp. gpu: the target, by default the query's device.
+    backward: the choice itself, or "auto". plain: without a mask, score options, dropout and a log-sum-exp. gpu: the
+    target, by default the query's device.
     """
+    chosen: str = backward
+    if backward == "auto":
+        head_dim = query.shape[3] if isinstance(query, Tensor) and not query.is_nested and query.dim() == 4 else 0
+        chosen = AUTO_BACKWARDS.get(head_dim, "8bit")
+    obstacle = _find_kept_obstacle(chosen == "8bit", query, key, value, plain, causal, enable_gqa, precision, gpu)
+    if not obstacle and backward == "auto":
+        obstacle = _find_short_length(query, key)
+    return chosen, obstacle
+
+
+def _find_kept_obstacle(
+    in_8_bits: bool, query: Any, key: Any, value: Any, plain: bool, causal: int, enable_gqa: bool, precision: str,
+    gpu: Target | None,
+) -> str:  # fmt: skip
+    """Return what a call lacks for a backward pass with a kept forward pass, or an empty string."""
     if not plain:
-        return "masks, score options, dropout and return_lse have gradients in 16 bits only"
-    if causal == 2:
+        return "with masks, score options, dropout and return_lse the backward pass recomputes the forward pass"
+    if causal == 2 and in_8_bits:
         return 'causal_alignment="lower_right" has gradients in 16 bits only'
     if precision not in PRECISIONS:
         allowed = ", ".join(map(repr, PRECISIONS))
-        return f"precision {precision!r} has gradients in 16 bits only; allowed are {allowed}"
+        return f"with precision {precision!r} the backward pass recomputes the forward pass; allowed are {allowed}"
+    dtypes = (torch.bfloat16,) if in_8_bits else DTYPES
     if (
         not is_canonical(query, key, value, enable_gqa)
-        or any([torch_ops.get_autocast_dtype(x) != torch.bfloat16 for x in (query, key, value)])
-        or query.shape[3] not in HEAD_DIMS
+        or len({torch_ops.get_autocast_dtype(x) for x in (query, key, value)} | {*dtypes}) > len(dtypes)
+        or (in_8_bits and query.shape[3] not in HEAD_DIMS)
     ):
         *others, last = HEAD_DIMS
-        dims = f"{', '.join(map(str, others))} or {last}"
-        return f"query, key and value must be bfloat16 tensors (B, H, length, D) with D {dims}, on one device"
+        dims = f" with D {', '.join(map(str, others))} or {last}" if in_8_bits else ""
+        names = "bfloat16" if in_8_bits else "float16 or bfloat16"
+        return f"query, key and value must be {names} tensors (B, H, length, D){dims}, on one device"
     if (gpu is not None and gpu.name != routing_rules.TARGET) or (
         gpu is None and query.is_cuda and not is_hopper(query.get_device())
     ):
@@ -218,11 +244,11 @@ def find_8bit_obstacle(
     return ""
 
 
-def find_short_length(query: Tensor, key: Tensor) -> str:
-    """Return why the backward pass "auto" stays in 16 bits for such lengths, or an empty string."""
+def _find_short_length(query: Tensor, key: Tensor) -> str:
+    """Return why "auto" recomputes the forward pass for such lengths, or an empty string."""
     if is_certain(query.shape[2] >= LONG_BACKWARD) and is_certain(key.shape[2] >= LONG_BACKWARD):
         return ""
-    return f"query or key may be shorter than {LONG_BACKWARD}, where 8 bits were not measured to be faster"
+    return f"query or key may be shorter than {LONG_BACKWARD}, where a kept forward pass was not measured to be faster"
 
 
 def _explain_forward(

@@ -81,7 +81,7 @@ from greenfast.ops.quantized import (
     check_choice,
     check_tensors,
 )
-from greenfast.ops.routing import explain, find_8bit_obstacle, find_short_length
+from greenfast.ops.routing import choose_backward, explain
 from greenfast.ops.symbols import is_certain, is_known
 from greenfast.ops.token_scales import SDPA_TOKEN, SDPA_TOKEN_LSE
 from greenfast.ops.varlen import attend_jagged
@@ -175,10 +175,12 @@ def sdpa(
     tensors, and no tile is skipped in them; the backward pass recomputes it in 16 bits. There is no forward mode and no
     second derivative, and a gradient that reaches the log-sum-exp raises NotImplementedError. sinks have gradients.
     With softcap the backward pass is in float32, which is slower on a GPU.
-    backward: "16bit" as above. "8bit" keeps the output and the log-sum-exp of the forward pass, and computes the five
-    products of the backward pass in int8 and E4M3: see docs/training.md for speed and errors. It is for training on a
-    Hopper GPU in bfloat16, (B, H, S, D) with D 64, 128 or 256, and causal masks at the first key. On a CPU its
-    gradients are exact. "auto" is "8bit" for such calls with 4,096 queries and keys or more, else "16bit".
+    backward: "16bit" as above. "16bit_kept" keeps the output and the log-sum-exp of the forward pass instead of
+    recomputing them. "8bit" also computes the five products of the backward pass in int8 and E4M3. Both are for
+    training on a Hopper GPU, (B, H, S, D), without masks except causal ones, "8bit" for bfloat16, D 64, 128 or 256 and
+    causal masks at the first key; docs/training.md has speed and errors. On a CPU their gradients are exact. "auto" is
+    the fastest for such calls with 4,096 queries and keys or more: "16bit_kept" at D 64, "8bit" at D 128 and 256. For
+    others it is "16bit".
 
     Raises TypeError for wrong dtypes, flags and numbers, ValueError for shapes, devices and choices that do not fit,
     and NotImplementedError for masks that are added to scores, ``dropout_p``, other nested and sparse tensors, and head
@@ -192,8 +194,8 @@ def sdpa(
             raise NotImplementedError(
                 "window, softcap, sinks, kv_lengths, skip_threshold: not inside a context_parallel"
             )
-        if backward == "8bit":
-            raise NotImplementedError('backward="8bit": not inside a context_parallel')
+        if backward in ("8bit", "16bit_kept"):
+            raise NotImplementedError(f'backward="{backward}": not inside a context_parallel')
         return ACTIVE[-1].sdpa(  # type: ignore[no-any-return]
             query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, precision, causal_alignment,
             return_lse, float32_as,
@@ -290,20 +292,21 @@ def _sdpa_kept(
     query: Tensor, key: Tensor, value: Tensor, simple: bool, causal: int, scale: float | None, enable_gqa: bool,
     precision: AutoPrecision, backward: Backward,
 ) -> Tensor | None:  # fmt: skip
-    """Compute ``sdpa`` with a backward pass in 8 bits. None if no gradient is required or "auto" does not choose it.
+    """Compute ``sdpa`` and keep what its backward pass needs. None if no gradient is required or "auto" keeps nothing.
 
     simple: without masks, other options and a log-sum-exp. Raises NotImplementedError for other calls.
     """
     check_flag("enable_gqa", enable_gqa)
     query, key, value = _cast_for_autocast(query, key, value)
-    reason = find_8bit_obstacle(query, key, value, simple, causal, enable_gqa, precision)
-    if backward == "auto" and (reason or find_short_length(query, key)):
+    chosen, obstacle = choose_backward(backward, query, key, value, simple, causal, enable_gqa, precision)
+    if obstacle and backward == "auto":
         return None
-    if reason:
-        raise NotImplementedError(f'backward="8bit": {reason}{_format_shapes(query, key, value)}')
+    if obstacle:
+        raise NotImplementedError(f'backward="{backward}": {obstacle}{_format_shapes(query, key, value)}')
     if not (torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))):
         return None
-    out, *_ = torch_ops.SDPA_KEPT(query, key, value, precision, causal, parse_scale(scale, query.shape[3]))
+    bits = 8 if chosen == "8bit" else 16
+    out, *_ = torch_ops.SDPA_KEPT(query, key, value, precision, causal, parse_scale(scale, query.shape[3]), bits)
     return out  # type: ignore[no-any-return]
 
 

@@ -18,7 +18,7 @@ from torch.autograd import forward_ad
 from torch.utils import flop_counter
 
 from greenfast.ops import autograd, reference
-from greenfast.ops.backward import sdpa_backward
+from greenfast.ops.backward import sdpa_backward, sdpa_kept_backward
 from greenfast.ops.layout import empty_rows
 from greenfast.ops.quantized import QuantizedQKV, build_config, check_codes_once, check_tensors, pad_head_dim_size
 
@@ -37,9 +37,9 @@ _SCHEMAS = {
     "sdpa": f"({_INPUTS}, str precision, int causal, float scale) -> Tensor",
     "sdpa_lse": f"({_INPUTS}, str precision, int causal, float scale) -> (Tensor, Tensor)",
     "sdpa_backward": f"(Tensor grad, {_INPUTS}, int causal, float scale) -> (Tensor, Tensor, Tensor)",
-    "sdpa_kept": f"({_INPUTS}, str precision, int causal, float scale) -> (Tensor, Tensor, Tensor)",
+    "sdpa_kept": f"({_INPUTS}, str precision, int causal, float scale, int bits) -> (Tensor, Tensor, Tensor)",
     "sdpa_kept_backward": (
-        f"(Tensor grad, {_INPUTS}, Tensor out, Tensor lse, Tensor key_mean, int causal, float scale) "
+        f"(Tensor grad, {_INPUTS}, Tensor out, Tensor lse, Tensor key_mean, int causal, float scale, int bits) "
         "-> (Tensor, Tensor, Tensor)"
     ),
     "mean_scores": "(Tensor query, Tensor key_mean, bool rotated) -> Tensor",
@@ -125,7 +125,7 @@ def _sdpa_cpu(query: Tensor, key: Tensor, value: Tensor, precision: str, causal:
 def _sdpa_lse_cpu(
     query: Tensor, key: Tensor, value: Tensor, precision: str, causal: int, scale: float
 ) -> tuple[Tensor, Tensor]:
-    out, lse, mean = _sdpa_kept_cpu(query, key, value, precision, causal, scale)
+    out, lse, mean = _sdpa_kept_cpu(query, key, value, precision, causal, scale, 0)
     if query.numel() and key.numel():
         scores = reference.compute_mean_scores(query, mean, rotated=True)
         lse = reference.add_mean_scores(lse, scores, causal, scale)
@@ -133,12 +133,15 @@ def _sdpa_lse_cpu(
 
 
 def _sdpa_kept_cpu(
-    query: Tensor, key: Tensor, value: Tensor, precision: str, causal: int, scale: float
+    query: Tensor, key: Tensor, value: Tensor, precision: str, causal: int, scale: float, bits: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``torch.ops.greenfast.sdpa_kept``: the output, its log-sum-exp without the keys' mean, and this mean, rotated."""
+    """``torch.ops.greenfast.sdpa_kept``: the output, its log-sum-exp without the keys' mean, and this mean, rotated.
+
+    bits: of the products in the backward pass, 8 or 16.
+    """
     check_tensors(query, key, value)
     if query.numel() == 0 or key.numel() == 0:
-        out, lse, mean = _sdpa_kept_fake(query, key, value, precision, causal, scale)
+        out, lse, mean = _sdpa_kept_fake(query, key, value, precision, causal, scale, bits)
         return out.zero_(), lse.fill_(-float("inf")), mean.zero_()
     quantized = reference.quantize(query, key, value, build_config(query.shape[3], query.dtype, precision))
     out, lse = reference.attention(quantized, causal, scale)
@@ -147,14 +150,17 @@ def _sdpa_kept_cpu(
 
 def _sdpa_kept_backward_cpu(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, key_mean: Tensor, causal: int,
-    scale: float,
+    scale: float, bits: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """``torch.ops.greenfast.sdpa_kept_backward`` of CPU tensors: the exact gradients, in float32."""
     return reference.compute_gradients(grad, query, key, value, causal, scale)
 
 
 def _sdpa_kept_backward_cuda(*args: Any) -> Any:
-    return importlib.import_module("greenfast.ops.quantized_backward").sdpa_kept_backward(*args)
+    *others, bits = args
+    if bits == 16:
+        return sdpa_kept_backward(*others)
+    return importlib.import_module("greenfast.ops.quantized_backward").sdpa_kept_backward(*others)
 
 
 def _mean_scores(query: Tensor, key_mean: Tensor, rotated: bool) -> Tensor:
@@ -174,7 +180,7 @@ def _sdpa_lse_fake(
 
 
 def _sdpa_kept_fake(
-    query: Tensor, key: Tensor, value: Tensor, precision: str, causal: int, scale: float
+    query: Tensor, key: Tensor, value: Tensor, precision: str, causal: int, scale: float, bits: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     mean_shape = (*key.shape[:2], pad_head_dim_size(query.shape[3]))
     return *_sdpa_lse_fake(query, key, value, precision, causal, scale), query.new_empty(
