@@ -227,7 +227,7 @@ class _Attention(torch.autograd.Function):
 
 
 def attend_with(recipe: Recipe) -> Callable[[Tensor, Tensor, Tensor, bool], Tensor]:
-    """Return attention whose backward pass follows a recipe."""
+    """Return attention with the backward pass of a recipe."""
     return lambda q, k, v, causal: _Attention.apply(q, k, v, causal, recipe)  # type: ignore[no-untyped-call]
 
 

@@ -272,7 +272,7 @@ def _attend_by_fa3(inputs: BlockInputs, *tensors: Tensor, **scales: Tensor) -> T
 def _sage(inputs: BlockInputs) -> BoundCall:
     """Bind SageAttention's kernel for Hopper.
 
-    It launches on the default stream, which no graph can capture. A build from source whose launches name the current
+    It launches on the default stream, which no graph can capture. A build from source that launches on the current
     stream can be timed.
     """
     attend: Any = importlib.import_module("sageattention").sageattn_qk_int8_pv_fp8_cuda_sm90

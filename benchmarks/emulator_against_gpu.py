@@ -130,7 +130,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def counts_table(record: Mapping[str, Any]) -> str:
-    """A row per variant and count, of those kernels that were profiled; "-" where a record does not say."""
+    """Return a row per variant and count of the profiled kernels; "-" if a record lacks the count."""
     rows = [cells for row in record["rows"] if row["hardware"] for cells in _rows(row)]
     if not rows:
         return ""
@@ -161,7 +161,7 @@ def _rows(row: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
 
 
 def _difference(here: int | None, there: int | None) -> str:
-    """By how much the emulator's count is larger: "0", +2.5 %; "-" where there is no share of nothing."""
+    """Return the excess of the emulator's count, such as "0" or "+2.5 %"; "-" if the GPU counted 0."""
     if here is None or there is None:
         return formatting.NONE
     if here == there:

@@ -81,7 +81,7 @@ class Group:
     fmt: str
 
     def dims(self, **sizes: int) -> Dims:
-        """Return a shape of these sizes."""
+        """Return a shape with these sizes."""
         return sizes | {"D": self.head_dim} | ({"CAUSAL": 1} if self.causal else {}) | SCALES[self.scales]
 
     def filling(self, length: int) -> Dims:
@@ -381,7 +381,7 @@ def _store(file: Path, content: dict[str, Any]) -> None:
 
 
 def _process(right: list[Toggles], confirmed: dict[int, list[float]], shipped: list[float]) -> dict[str, Any]:
-    """Format what one process measured of the best tilings."""
+    """Format one process's measurements of the best tilings."""
     of_tilings = [{"configuration": right[n], "ms": _ms(times)} for n, times in confirmed.items()]
     return {"shipped_ms": _ms(shipped), "tilings": of_tilings}
 

@@ -287,7 +287,7 @@ def measure_share(call: Callable[[], Tensor]) -> float:
 
 
 def _accelerated(make: Callable[[], TimedModel]) -> TimedModel:
-    """Return another copy of a model, whose attention is greenfast's block."""
+    """Return another copy of a model, with greenfast's block as its attention."""
     timed = make()
     package = type(timed.model).__module__.partition(".")[0]
     if package not in ("diffusers", "transformers"):

@@ -9,7 +9,7 @@ from pathlib import Path
 from greenfast.judge.request import Request, read_request
 from greenfast.judge.task import find_task, load
 
-#: The task whose problem all comparisons solve.
+#: The task with the problem of all comparisons.
 _TASK = "fp8_attention"
 
 

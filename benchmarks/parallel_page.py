@@ -114,7 +114,7 @@ def measured_table(rows: Sequence[CaseRow]) -> str:
 
 
 def aims_table(measured: Sequence[CaseRow]) -> str:
-    """Format the goals and what the faster of greenfast's methods reached in each case."""
+    """Format the goals and the result of the faster method of greenfast in each case."""
     rows = {(row.case, row.backend): row for row in measured}
     header = (
         "case", "TFLOP/s: aim", "came", "by", "of PyTorch's best", "of FA3's ring", "of `alone`", "exposed: aim",

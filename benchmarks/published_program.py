@@ -1,4 +1,4 @@
-"""Run one program of a published collection with its test, in a confined process, and store what the test computes.
+"""Run one program of a published collection with its test, in a confined process, and store the test's results.
 
 The results of Triton's interpreter are the trial's independent ones. So they use nothing of greenfast's emulator, nor
 its mapping of devices.
@@ -334,7 +334,7 @@ def run_program(job: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def warm_up(mode: str) -> None:
-    """Import what the programs use, so that each forked process finds it."""
+    """Import the programs' packages, so that each forked process has them."""
     torch.set_num_threads(1)
     for name in ("torch._dynamo", "torch.optim", "triton.language", "triton.runtime.autotuner"):
         importlib.import_module(name)

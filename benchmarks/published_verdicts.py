@@ -29,7 +29,7 @@ ABSOLUTE = {
     "06_sonic_moe_swiglu": 0.02, "07_w4a16_gemm": 0.1,
 }  # fmt: skip
 VERDICTS = ("accepted", "refused", "undecided", "no kernel")
-#: Classes of programs by what is known without the emulator.
+#: Classes of programs, known without the emulator.
 _GROUPS = ("right", "wrong", "did not start", "fault of the test itself", "unknown")
 #: Errors of Python's and of Triton's compiler.
 NOT_PYTHON = ("SyntaxError", "IndentationError", "TabError")

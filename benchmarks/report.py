@@ -182,7 +182,7 @@ def _decode(record: Benchmark) -> ServingTable:
     of = f"; a reduction of 1 GiB reads {read:.2f} TB/s" if read else ""
     title = (
         "Decode, one query token for each sequence: µs (TB/s of the K and V attended to), caches beyond L2, pages of "
-        f"64 tokens in random order; plans are made before the calls and stand apart{of}"
+        f"64 tokens in random order; plans are made before the calls and are not included{of}"
     )
     return ServingTable(title, ("heads q:kv, head dim", "sequences x keys", *header), lines, len(header))
 
@@ -218,7 +218,7 @@ def _append(record: Benchmark) -> ServingTable:
     header = ("append, µs", "TB/s", "copy, µs", "of the copy's bandwidth")
     title = (
         "Append: Q, K and V in bfloat16 to Q, and to codes and scales in the pages; and a copy that moves as many "
-        "bytes. 64 tokens lie in L2"
+        "bytes. 64 tokens are in L2"
     )
     return ServingTable(title, ("heads q:kv, head dim", "tokens", "with", *header), lines, len(header))
 

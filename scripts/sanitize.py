@@ -231,7 +231,7 @@ def _backward(head_dim: int) -> None:
 
 
 def run_cases(text: str, exactly: bool = False) -> None:
-    """Launch the kernels of the cases whose names contain a text, or of the one with this name."""
+    """Launch the kernels of the case with this name, or of all cases with the text in their names."""
     import torch
 
     for name, run in cases():

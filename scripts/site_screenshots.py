@@ -81,7 +81,7 @@ def write_sheet(pictures: list[bytes], width: int, file: Path) -> None:
 
 
 def check_navigation(browser: Any, site: Path) -> list[str]:
-    """Open the menu of a page in a narrow window. Return what is wrong with it."""
+    """Open the menu of a page in a narrow window. Return its faults."""
     page = browser.new_page(viewport={"width": 400, "height": 800})
     page.goto(f"file://{site / 'masks.html'}")
     page.locator(".primary-toggle").first.click()

@@ -79,7 +79,7 @@ def flash_attn_varlen_func(
     cu_seqlens_q, cu_seqlens_k: int32 (batch + 1,). max_seqlen_q, max_seqlen_k: at least the longest sequence's. Lengths
     of 0 are allowed, on either side.
     causal and window_size: aligned at a sequence's last query and key. s_aux: (heads,), the sinks' logits.
-    scheduler_metadata: a ``ServingPlan`` of these lengths. out: the tensor for the output.
+    scheduler_metadata: a ``ServingPlan`` for the same lengths. out: the tensor for the output.
 
     Returns the output, (total_q, heads, head_dim) of q's dtype (bfloat16 for E4M3); with return_attn_probs or
     return_softmax_lse also the natural log-sum-exp, float32 (heads, total_q). Only calls that are computed as in

@@ -186,7 +186,7 @@ class GreenfastImpl(AttentionImpl[GreenfastMetadata]):
     def pages(self, layer: Any, kv_cache: Tensor) -> KVPages:
         """Return greenfast's pages in vLLM's tensor, (blocks, kv_heads, page_size, bytes per token).
 
-        The bytes of a token are those of K, V and optional scales. Raises ValueError for a tensor with a layout that is
+        A token has the bytes of K, V and optional scales. Raises ValueError for a tensor with a layout that is
         not in ``supported_kv_cache_layouts``.
         """
         key = (kv_cache.data_ptr(), kv_cache.shape, kv_cache.stride())

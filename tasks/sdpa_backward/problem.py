@@ -1,10 +1,10 @@
 """The problem of the backward pass: gradients of attention from int8 and E4M3 codes of Q, K, V and dO.
 
-``exact`` computes in float64 what the codes and tables define (kernels/attention/sm90/backward.cuh): weights P times
+``exact`` evaluates the codes and tables in float64, as kernels/attention/sm90/backward.cuh defines: weights P times
 the scale of dO's row, and dS = P (dP - delta). The bound follows the roundings of P and dS to E4M3. Gates of the
 config: gradients of standard normal inputs are within 6 % of exact ones, and their elements have a standard deviation
-of 1.3 to 2; with a mask the first rows are larger. A sum of products whose factors are rounded to E4M3 is off by less
-than 2^-4 unless they cancel.
+of 1.3 to 2; with a mask the first rows are larger. If the factors are rounded to E4M3, a sum of products is off by less
+than 2^-4, unless they cancel.
 """
 
 from __future__ import annotations

@@ -323,7 +323,7 @@ def test_an_expectation_decides(capsys: pytest.CaptureFixture[str], files: Path)
     ran = emulate(capsys, files / "saxpy.cu", *SAXPY_ARGS, *expect)
     assert ran.code == 1
     assert ran.err == (
-        "greenfast: _Z5saxpyifPKfPf: 2 of 100 elements of 'y' differ from what is expected by more than 0, at most by "
+        "greenfast: _Z5saxpyifPKfPf: 2 of 100 elements of 'y' are wrong by more than 0, at most by "
         "0.5; the first is y[7] = 15.0, expected 15.25\n"
     )
     assert emulate(capsys, files / "saxpy.cu", *SAXPY_ARGS, *expect, "--tolerance", "0.3").code == 1

@@ -261,7 +261,7 @@ def test_report_says_where_a_record_asked_for_less_than_its_task(
     folder = last_line(run_here(capsys, "judge", "fp8_sdpa", *SMALL, *options))
     ran = run_here(capsys, "report", folder)
     assert ran.code == 0
-    assert "it required 1x, the task requires 1.15x; its decision follows from what it asked" in ran.err
+    assert "it required 1x, the task requires 1.15x; its decision follows from its options" in ran.err
 
 
 def test_a_plot_that_cannot_be_drawn_says_why(

@@ -90,7 +90,7 @@ def test_the_fault_names_both_accesses_and_where_the_fence_goes() -> None:
     assert re.search(
         r"bulk write over what a load read with no fence\.proxy\.async since: byte \d+ of shared memory \(.*\), "
         r"the load at k\.cu:14 \(in: ld\.shared\.u32 .*\) by warp 1 of block \(0, 0, 0\).* "
-        r"put the fence behind the load, in front of .*found at k\.cu:\d+ \[\S+ at hopper\.cuh:\d+, k at "
+        r"put the fence after the load, before .*found at k\.cu:\d+ \[\S+ at hopper\.cuh:\d+, k at "
         r"k\.cu:\d+\], block \(0, 0, 0\), "
         r"thread \(0, 0, 0\) \(in: cp\.async\.bulk\.",
         str(caught.value),

@@ -174,7 +174,7 @@ def test_a_record_is_not_stale_because_of_anything_else(record: Record, folder: 
 
 
 def test_a_record_that_asked_for_less_than_its_task_is_stale(record: Record, folder: Path) -> None:
-    """Its decision follows from what it asked, so reading it alone finds nothing."""
+    """Its decision follows from its options, so reading it alone finds nothing."""
     limits = {name: msgspec.structs.replace(then, bound_factor=9.0) for name, then in record.candidate.limits.items()}
     rows = [msgspec.structs.replace(correctness_row("mission", 0), shape="tiny", dims={"N": 5})]
     assert said(with_side(record, correctness=rows)) == "current"

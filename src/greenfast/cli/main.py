@@ -21,7 +21,7 @@ from greenfast.spec.extras import require
 from greenfast.spec.printable import PrintableStream, printable
 
 #: 0: all requested gates hold. 1: a kernel fell short. 2: usage or configuration. 3: the machine. 5: a solution's code
-#: ended without a verdict. 130: interrupted. `judge` has more: those of the gates, and of cli/judge.py.
+#: ended without a verdict. 130: interrupted. `judge` has more: the gates' codes, and two of cli/judge.py.
 EXIT_USAGE = 2
 EXIT_INTERNAL = 3
 EXIT_INTERRUPTED = 130

@@ -335,7 +335,7 @@ def report(parser: argparse.ArgumentParser) -> None:
 def list_(parser: argparse.ArgumentParser) -> None:
     """Options of ``greenfast list``."""
     add = parser.add_argument
-    add("task", nargs="?", help="the task whose variants are listed (default: list the tasks)")
+    add("task", nargs="?", help="list the variants of this task (default: list the tasks)")
     add("--choose", metavar="SM", help="which variant each shape should take on that target, and why (such as sm_90a)")
     add("--format", metavar="FORMAT", help="with --choose: the number format (default: the task's own)")
     add("--shapes", type=words, metavar="A,B", help="with --choose: shapes (default: all of the task)")
@@ -534,7 +534,7 @@ EXAMPLES: dict[str, dict[str, str]] = {
         "greenfast run -m pytest tests": "a module, such as the tests of a Triton project",
     },
     "profile": {
-        "greenfast profile fp8_sdpa --phases --device emulator": "what each phase of a kernel executes",
+        "greenfast profile fp8_sdpa --phases --device emulator": "the instructions of each phase of a kernel",
         "greenfast profile fp8_sdpa --ncu": "a Nsight Compute profile, on a GPU",
     },
     "report": {

@@ -152,7 +152,7 @@ def _show_reports(runs: list[Path], args: argparse.Namespace) -> None:
     for path in runs:
         record = _read_comparison(path) if args.plot else read_record(path)
         for reason in check_demands(record).reasons:
-            print(f"greenfast: {path}: {reason}; its decision follows from what it asked", file=sys.stderr)
+            print(f"greenfast: {path}: {reason}; its decision follows from its options", file=sys.stderr)
         if args.plot:
             _draw(record, args.plot)
         if args.html:

@@ -36,7 +36,7 @@ class RunReport(msgspec.Struct, frozen=True, kw_only=True):
     """The report of a run. exit_code: of ``greenfast run``.
 
     launches: of a script, its launches (greenfast.emulator.triton.LaunchReport); of a CUDA program, its kernels.
-    faults: of kernels, also those that the script caught, and what the emulator refused. error: the exception that
+    faults: of kernels, also if the script caught them, and refusals of the emulator. error: the exception that
     ended the script, empty if there was none. observed: the observations of all launches, without the trace.
     """
 
@@ -238,7 +238,7 @@ def _read_sources(findings: Findings) -> dict[str, str]:
 
 
 def _show(report: RunReport, findings: Findings) -> None:
-    """Print the launches by kernel, and what was found."""
+    """Print the launches by kernel, and the faults."""
     rows: dict[str, tuple[int, float]] = {}
     for launch in report.launches:
         count, seconds = rows.get(launch.kernel, (0, 0.0))

@@ -232,7 +232,7 @@ class _Code:
         used: list[tuple[int, int]] = []
         if addresses is not None:
             for position, offset in self._address_reads(bytes(code)):
-                if offset is None:  # a computed offset may be that of any variable
+                if offset is None:  # a computed offset may belong to any variable
                     self._add("addresses", self._image.sections[addresses].data)
                     self._add_relocations(addresses)
                     continue

@@ -57,7 +57,7 @@ _RENAMES = re.compile(r"\.(?:alias|reg)\b[^;]*")
 
 
 def find_readonly_globals(ptx: str, names: Iterable[str]) -> set[str]:
-    """Return those of ``names`` that are variables of the module and that its code cannot write."""
+    """Return the ``names`` that are variables of the module and that its code cannot write."""
     # Most variables are never referenced.
     alone = set() if "/*" in ptx else {name for name in names if _only_declared(ptx, name)}
     module = _AddressFlow(set(names) - alone)
@@ -282,7 +282,7 @@ HEAP_BYTES = 8 << 20  # the driver's default
 
 
 def variable_bytes(cubin: bytes, ptx: str = "") -> tuple[int, int]:
-    """Return the bytes of state that a module can keep across launches, and those of its ``__constant__`` variables.
+    """Return the bytes of a module's state across launches, and the bytes of its ``__constant__`` variables.
 
     State is every variable in global memory (also managed ones, and ones declared in a function by inline PTX) and
     every ``__constant__`` variable. Variables that ``ptx`` never writes are not state: ``static constexpr`` tables and

@@ -29,7 +29,7 @@ from greenfast.device.sandbox import confine_compiler
 class Job:
     """A source to compile: its text, its name in messages, and the compiler's options.
 
-    folders: the project's include folders, before those of the options.
+    folders: the project's include folders, before the options' folders.
     readable: the only folders that the compiler may read, in a separate process; None for no limit.
     """
 

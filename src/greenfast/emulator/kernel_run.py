@@ -619,7 +619,7 @@ def _compare(name: str, got: Array, want: Array, tolerance: float) -> list[str]:
     first = np.unravel_index(int(bad.argmax()), got.shape)
     location = f"{name}[{', '.join(map(str, first))}]"
     return [
-        f"{int(bad.sum())} of {got.size} elements of {name!r} differ from what is expected by more than {tolerance:g}, "
+        f"{int(bad.sum())} of {got.size} elements of {name!r} are wrong by more than {tolerance:g}, "
         f"at most by {_max_error([error]):g}; the first is {location} = {got[first]}, expected {want[first]}"
     ]
 

@@ -5,7 +5,7 @@ mbarriers and the like: other programs run in lockstep. It stops at the first ac
 at the first fault. The grid then runs again warp by warp, and that run decides.
 
 Warps at one instruction execute it together. Each warp diverges and joins as if it ran alone, so that counts are equal:
-warps whose threads branch in different ways execute the branch one by one, and join others where these wait.
+warps with divergent threads execute the branch one by one, and join the others at the place where these wait.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from greenfast.emulator.scheduler import INSTRUCTION_LIMIT, Scheduler
 
 @dataclass(frozen=True)
 class _Run:
-    """A warp's threads that run: where they are, where they began, and whether others of the warp wait elsewhere."""
+    """A warp's running threads: their place, the place where they began, and whether others of the warp wait."""
 
     pc: int
     lanes: ThreadSet

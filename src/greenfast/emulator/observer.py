@@ -330,7 +330,7 @@ class _CountsByLine(Counts):
 
 
 def add_launch(total: Observer | None, launch: Recorder | None) -> None:
-    """Add what a launch's recorder observed to the observations of all launches, if there are both."""
+    """Add a launch's observations to the observations of all launches. Do nothing if one of them is missing."""
     if total is not None and isinstance(launch, Observer):
         total.add(launch)
 

@@ -79,7 +79,7 @@ CONTROL = ("bra", "ret", "exit", "bar", "barrier", "trap", "brkpt", *JUMPS)
 #: Instructions through which warps communicate, or with an effect that depends on the order of the warps.
 _ORDERED = ("atom", "red", "mbarrier", "wgmma", "call", "mapa", "getctarank", *JUMPS)
 _MEMORY = ("ld", "ldu", "st", "cp", "wmma")
-#: Bytes of the smallest access of programs whose accesses have words at least.
+#: The smallest access in bytes, for programs without accesses below a word.
 _WORD = 4
 
 

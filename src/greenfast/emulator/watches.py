@@ -1,6 +1,7 @@
 """Watched expressions: a marker in the source hands their values to the emulator, at full optimization.
 
-The marker is a ``mov`` of inline assembly into a register whose name identifies the expression. It has no effect.
+The marker is a ``mov`` of inline assembly into a register, and has no effect. The register's name identifies the
+expression.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Halving interleaves the correct candidates with the baseline in one process. All candidates run a few blocks; the slower
 half is dropped; the others run twice as many blocks (Jamieson & Talwalkar 2016). The result ranks candidates and is not
-a claim: there is one process, its inputs are those of the search, and the best of many candidates looks better than it
+a claim: there is one process, its inputs are the search's, and the best of many candidates looks better than it
 is. The finalists are validated separately.
 
 On several GPUs, each halves its share with its own baseline, so no comparison mixes devices. Only speedups are used:

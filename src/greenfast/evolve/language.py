@@ -257,7 +257,7 @@ _HISTORY, _ELITES, _INSIGHTS, _FEEDBACK = 40, 12, 60, 400
 _FORM = """Answer with one JSON object in a ```json fence:
 {"candidates": [{"parameters": {NAME: VALUE}, "edits": [{"region": NAME, "text": TEXT}], "rationale": TEXT, \
 "prediction": TEXT}]}
-`parameters`: those that differ from the defaults. `edits`: the whole new text of a region; left out where none are.
+`parameters`: the values that differ from the defaults. `edits`: the whole new text of a region; may be left out.
 `rationale`: why it should be faster. `prediction`: by how much."""
 
 

@@ -1,6 +1,6 @@
 """Run the judge's gates for one candidate of a search: BUILD and RESOURCES, then CORRECTNESS.
 
-The gates and the kinds of cases are those of ``greenfast judge``, with fewer cases. A candidate that passes them is
+The gates and the kinds of cases are as in ``greenfast judge``, with fewer cases. A candidate that passes them is
 not yet accepted: finalists are validated with all gates and the whole check plan, in new processes, on shapes and seeds
 that the search did not use.
 """
@@ -46,7 +46,7 @@ _CASE_S = 120.0
 #: L2).
 _ISSUED, _SPECIAL, _PASSES, _L2_BYTES = 4, 16, 1, 64
 _SECTOR = 32
-#: A clock near those of all targets. Estimates are compared only with each other.
+#: A clock near the clocks of all targets. Estimates are compared only with each other.
 _HERTZ = 1.7e9
 #: The gates of a search; each is also the stage at which a candidate ends.
 _GATES: tuple[Stage, ...] = ("BUILD", "RESOURCES", "CORRECTNESS")

@@ -45,9 +45,9 @@ def calibrate(model: Any, batch: Any, *, precision: Precision = "fp8", limit: fl
     model: a diffusers pipeline or transformer, or a transformers model, as for their ``accelerate``. batch: the
     keyword arguments of one call (a mapping), its positional arguments (a tuple or list), or its only one. The error
     is the norm of the difference to attention in float32 on the same 16-bit Q, K and V, after norm and RoPE, relative.
-    Each layer passes on the float32 result, so that errors do not add up. Layers whose error is above ``limit`` stay
-    in 16 bits; so do the first and last denoising steps whose median error over the other layers is above it. It needs
-    no gradient, and restores the model. Attention in float32 takes seconds for long sequences.
+    Each layer passes on the float32 result, so that errors do not add up. Layers with an error above ``limit`` stay
+    in 16 bits. So do the first and last denoising steps if their median error over the other layers is above it.
+    It needs no gradient, and restores the model. Attention in float32 takes seconds for long sequences.
 
     Raises the errors of ``accelerate``, and ValueError if the batch runs none of the replaced layers.
     """

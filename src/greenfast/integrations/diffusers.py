@@ -35,7 +35,7 @@ def accelerate(
     ``greenfast.explain`` with this ``precision`` and ``min_length``: attention to a short text, for example, stays with
     PyTorch. What attention_block does not compute (masks that are added to scores, attention to a reference image in
     Wan) runs the layer's own processor, with its attention routed as by ``greenfast.use``.
-    policy: layers and denoising steps in 16 bits. Steps need a pipeline whose scheduler has ``step_index``.
+    policy: layers and denoising steps in 16 bits. Steps need a pipeline with ``step_index`` in its scheduler.
 
     Returns the report, with ``undo``. Raises ValueError for other models and for a policy that does not fit, and
     TypeError for arguments of the wrong type.

@@ -1,4 +1,4 @@
-"""Whole models with fused attention: which layers and steps stay in 16 bits, what was replaced, and each layer's call.
+"""Whole models with fused attention: layers and steps that stay in 16 bits, replaced layers, and their calls.
 
 ``integrations.diffusers`` and ``integrations.transformers`` replace the attention of layers by calls of ``Layer``.
 """
@@ -136,7 +136,7 @@ class Layer:
         self, like: Tensor, query: tuple[int, int, int, int], key: tuple[int, int, int, int], mask: Tensor | None,
         causal: bool = False, sinks: Tensor | None = None, *, always: bool = False,
     ) -> str:  # fmt: skip
-        """Return the precision of a call of these shapes; empty if PyTorch's attention shall compute it.
+        """Return the precision of a call with these shapes; empty if PyTorch's attention shall compute it.
 
         like: a tensor of the device and dtype. always: there is no other implementation that could be faster.
         """

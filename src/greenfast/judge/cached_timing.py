@@ -89,7 +89,7 @@ def load_required_records(path: Path) -> list[StoredRecord]:
 def load_kept_records(
     request: Request, path: Path | None, skipped: Callable[[str], None] = lambda reason: None
 ) -> list[StoredRecord]:
-    """Load the records that PERFORMANCE may be quoted from: those of ``path``, else of the task's evidence folders.
+    """Load the records that PERFORMANCE may be quoted from: in ``path``, else in the task's evidence folders.
 
     Without a path, none are loaded if this machine can time. The folder of a solution is not searched, as its author
     could write a record there.

@@ -137,7 +137,7 @@ def build_check_plan(
     added: the shapes that are in no option and no default.
     draws: False for no random shapes and no variants.
     secret: True if ``seed`` was unknown before the run. The plan is full only with a secret seed, and only if the
-        inputs' seeds are those of ``derive_seeds``.
+        inputs' seeds come from ``derive_seeds``.
     Raises UsageError if the task's ranges hold too few valid shapes.
     """
     required_shapes, small = select_shapes(config, rung), _find_small_shape(problem, fmt, shapes, seeds[0])

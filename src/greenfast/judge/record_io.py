@@ -601,7 +601,7 @@ def check_demands(record: Run) -> Freshness:
 
 
 def _compare_demands(record: Run) -> Iterator[Freshness]:
-    """Compare the required speedup and the limits on errors with those of the task."""
+    """Compare the required speedup and the limits on errors with the task's."""
     try:
         config = find_task(record.task).config
         gates = config.gates(record.format)

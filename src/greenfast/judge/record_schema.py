@@ -80,7 +80,7 @@ class Build(_Data, frozen=True, kw_only=True):
 
 
 class TimedKernel(_Data, frozen=True, kw_only=True):
-    """The identity of a timed kernel, to detect later changes of it. The fields are those of ``Build``."""
+    """The identity of a timed kernel, to detect later changes of it. The fields are as in ``Build``."""
 
     arch: str
     options: list[str]
@@ -123,7 +123,7 @@ class Histogram(_Data, frozen=True, kw_only=True):
 
 
 class Limits(_Data, frozen=True, kw_only=True):
-    """The limits of CORRECTNESS for a shape. The names are those of a task's ``error`` and ``kernel_error``."""
+    """The limits of CORRECTNESS for a shape, with the names of a task's ``error`` and ``kernel_error``."""
 
     max_abs_err: float
     mean_abs_err: float
@@ -189,7 +189,7 @@ class CorrectnessRow(_Data, frozen=True, kw_only=True):
     format_error: error of exact arithmetic on dequantized inputs against the same reference.
     kernel_error: error of the output against exact arithmetic.
     bound_ratio: the largest ratio of an element's kernel error to its rounding bound.
-    gates: by name, True if the gate held. A file has those of ``OBSERVED_GATES``; the others follow from the numbers.
+    gates: by name, True if the gate held. A file has ``OBSERVED_GATES``; the others follow from the numbers.
     elements: number of compared elements; 0 in older records.
     variant: name of the inputs' variant.
     drawn: True if the shape or the seed is not the task's. In such cases and in variants the format's error is reported

@@ -369,7 +369,7 @@ def _rotate_heads(args: RowArguments) -> RowArguments:
 
 
 def _transform_backward(grad: Tensor, x: Tensor, weight: Tensor | None, options: QKTransform) -> tuple[Tensor, Tensor]:
-    """Return the gradients of x and of the weight (empty without), from that of ``transform``'s result.
+    """Return the gradients of x and of the weight (empty without), from the gradient of ``transform``'s result.
 
     They are computed in float32. An operator cannot differentiate by autograd, because it runs below it.
     """

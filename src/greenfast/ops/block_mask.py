@@ -36,8 +36,8 @@ class BlockMask:
     """Which keys each query attends to, by tiles of 128 queries and 128 keys.
 
     Use ``from_bool``, ``from_blocks``, ``from_flex`` or ``from_segments`` to make one. S is the number of queries, KV
-    that of keys. MB and MH are the batch and the heads of a call, or 1 for all of them. There are RB = ceil(S / 128)
-    blocks of rows, with KB = ceil(KV / 128) tiles each.
+    the number of keys. MB and MH are the batch and the heads of a call, or 1 for all of them. There are
+    RB = ceil(S / 128) blocks of rows, with KB = ceil(KV / 128) tiles each.
 
     counts: int32 (MB, MH, RB, 2), the partial and the full tiles of each block of rows. Other tiles are skipped.
     entries: int32 (MB, MH, RB, KB, 2), pairs of a tile and its index in ``bits``, -1 for a full tile. The partial tiles
@@ -141,7 +141,7 @@ class BlockMask:
         """Make the mask of documents: a query attends to the keys with its own segment.
 
         q_segments: int32 or int64 (S,) or (B, S), the segment of each query. kv_segments: (KV,) or (B, KV), by default
-        those of the queries. Tokens with negative numbers attend to nothing, and nothing attends to them. causal: a
+        ``q_segments``. Tokens with negative numbers attend to nothing, and nothing attends to them. causal: a
         query attends to no later key; S must be KV. ``bits`` has room for every tile, S * KV / 8 bytes for each
         sequence.
 
@@ -367,7 +367,7 @@ def _pack_in_chunks(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the fields of a mask, made from booleans of some rows at a time.
 
-    compute: returns those of rows first .. last - 1, bool (batch, heads, last - first, kv_len).
+    compute: returns the booleans of rows first .. last - 1, (batch, heads, last - first, kv_len).
     """
     rows = max(1, _CHUNK_BYTES // max(1, batch * heads * kv_len * TILE)) * TILE
     parts: list[tuple[Tensor, Tensor, Tensor]] = []

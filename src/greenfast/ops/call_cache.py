@@ -111,10 +111,10 @@ def _build_guard(tensors: Sequence[Tensor]) -> Callable[..., bool]:
 class CachedLaunch:
     """The launches of an earlier call.
 
-    plan: its addresses are those of the call's tensors, of the log-sum-exp (with ``lse``), of the constants, and of the
+    plan: holds the addresses of the call's tensors, of the log-sum-exp (with ``lse``), of the constants, and of the
     output. allocate_out: allocates an output like Q. aligned_count: the first ``aligned_count`` tensors of the call
     must begin at multiples of 16 bytes. constants: tensors of the launches that the call does not pass. addresses:
-    those of the constants. stream: the stream of constants that are not synchronized. Calls on other streams must not
+    of the constants. stream: the stream of constants that are not synchronized. Calls on other streams must not
     use them.
     """
 

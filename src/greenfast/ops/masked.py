@@ -127,7 +127,7 @@ NO_OPTIONS = ScoreOptions()
 
 
 def are_defaults(window: Any, softcap: Any, sinks: Any, kv_lengths: Any, skip_threshold: Any) -> bool:
-    """Return whether a call has no options. False also for values of other types, whose comparison may raise."""
+    """Return whether a call has no options. False also for values of other types: their comparison may raise."""
     return (
         sinks is None
         and kv_lengths is None

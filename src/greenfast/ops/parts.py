@@ -1,7 +1,7 @@
 """The attention block of a sequence in two parts, such as text and image tokens: arguments and operators.
 
-Each part has tensors, norm weights and RoPE tables of its own. The quantizer reads both where they are, so that neither
-norm and RoPE nor the joined tensors are written to memory. Other calls with parts are joined by ``block.simplify``.
+Each part has tensors, norm weights and RoPE tables of its own. The quantizer reads both in place, so that neither norm
+and RoPE nor the joined tensors are written to memory. Other calls with parts are joined by ``block.simplify``.
 """
 
 from __future__ import annotations

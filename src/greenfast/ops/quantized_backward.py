@@ -150,7 +150,7 @@ def _lay_out_starts(starts: Tensor, tiles: int, padding: int) -> Tensor:
 def _get_code_shapes(
     heads: int, kv_heads: int, q_len: int, kv_len: int, dim: int
 ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Return the shapes and dtypes of the buffers of ``encode``, and of those between the quantizer's kernels."""
+    """Return the shapes and dtypes of the buffers of ``encode``, and of the buffers between the quantizer's kernels."""
     of_queries, of_keys = (heads, q_len), (kv_heads, kv_len)
     rows = {"q": of_queries, "k": of_keys, "v": of_keys, "grad": of_queries}
     columns = {"q_t": of_queries, "k_t": of_keys, "grad_t": of_queries}

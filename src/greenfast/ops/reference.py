@@ -228,7 +228,7 @@ def find_skipped_tiles(scores: Tensor, threshold: float, tile_order: Tensor | No
 
 
 def _split_tiles(scores: Tensor) -> Tensor:
-    """Split scores (..., KV) into tiles (..., tiles, ROW_BLOCK), of which the last is padded with -inf."""
+    """Split scores (..., KV) into tiles (..., tiles, ROW_BLOCK). The last tile is padded with -inf."""
     padded = torch.nn.functional.pad(scores, (0, -scores.shape[-1] % ROW_BLOCK), value=-math.inf)
     return padded.view(*scores.shape[:-1], padded.shape[-1] // ROW_BLOCK, ROW_BLOCK)
 
@@ -347,7 +347,7 @@ def compute_score_gradients(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Compute the gradients of attention with sinks (H,) and softcap. The last one is the sinks', empty without them.
 
-    The other arguments and results are those of ``compute_gradients``.
+    The other arguments and results are as in ``compute_gradients``.
     """
     share = query.shape[1] // key.shape[1]
     k, v = (x.float().repeat_interleave(share, 1) for x in (key, value))

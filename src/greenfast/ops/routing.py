@@ -134,7 +134,7 @@ def explain(
 
       - with ``dropout_p``, a ``scale`` that is not positive and finite, or an ``attn_mask`` that ``sdpa`` refuses;
       - if ``torch.nn.attention.sdpa_kernel`` or ``torch.backends.cuda`` allow none of PyTorch's fused backends;
-      - on tensors that are sparse, of a subclass, or nested, except jagged ones (B, H, j, D), whose mean length counts;
+      - on tensors that are sparse, of a subclass, or nested, except jagged ones (B, H, j, D): their mean length counts;
       - of dtypes other than float16 and bfloat16, after autocast and ``float32_as``;
       - with a head dim of Q and K that is not a multiple of 8 up to 256, or a head dim of V above 256;
       - with shapes that do not broadcast or share heads unevenly, for which PyTorch raises its error;
@@ -146,8 +146,8 @@ def explain(
         long cache, as in decoding, would quantize all of K and V again for every token. "auto" takes the faster
         precision.
 
-    The reason says what a mask costs. PyTorch's attention has no ``window``, ``softcap``, ``sinks``, ``kv_lengths`` and
-    ``skip_threshold``: calls with them that no kernel can compute are refused.
+    The reason states the cost of a mask. PyTorch's attention has no ``window``, ``softcap``, ``sinks``, ``kv_lengths``
+    and ``skip_threshold``: calls with them that no kernel can compute are refused.
 
     q_norm, rope, norm: of a call of ``attention_block``. The reason then names what computes norm and RoPE: the pass
     that quantizes, or PyTorch before it. query, key and value may then be lists of the parts of a sequence, and the
@@ -157,8 +157,8 @@ def explain(
     The default is the tensors' own device.
 
     backward: as for ``sdpa``. The result names the backward pass of such a call with gradients, whether or not these
-    tensors require them, and why "auto" chose it. A call that cannot have the named backward pass is refused; the
-    reason names what it lacks.
+    tensors require them, and why "auto" chose it. A call that cannot have the named backward pass is refused,
+    with the unsupported part as the reason.
 
     Raises TypeError for flags, numbers and lengths of the wrong type, and ValueError for an unknown ``precision``,
     ``causal_alignment``, ``backward`` or ``target`` and for a probability outside 0 to 1.
@@ -200,7 +200,7 @@ def choose_backward(
     backward: Backward, query: Any, key: Any, value: Any, plain: bool, causal: int, enable_gqa: bool, precision: str,
     gpu: Target | None = None,
 ) -> tuple[str, str]:  # fmt: skip
-    """Return "8bit" or "16bit_kept", and what a call of ``sdpa`` lacks for it, or an empty string.
+    """Return "8bit" or "16bit_kept", and the reason why a call of ``sdpa`` cannot have it, or an empty string.
 
     backward: the choice itself, or "auto". plain: without a mask, score options, dropout and a log-sum-exp. gpu: the
     target, by default the query's device.

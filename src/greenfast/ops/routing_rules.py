@@ -37,7 +37,7 @@ def load_data() -> dict[str, Any]:
 def find_rules(head_dim: int, causal: bool, precision: str, against: str) -> tuple[Rule, ...] | None:
     """Return the rules to try, in order.
 
-    They are those of the precision, or for "auto" those of fp8 and int8, with the larger gain first.
+    They belong to the precision, or for "auto" to fp8 and int8, with the larger gain first.
 
     head_dim: one of HEAD_DIMS. against: TORCH or FA3. None if this was not measured, empty if no call gains.
     """

@@ -142,7 +142,7 @@ def sdpa(
 
     query: (B, H, S, D); key and value: (B, HK, KV, D). HK is H, or with ``enable_gqa`` a divisor of H. The dtype is
     float16 or bfloat16, strides are arbitrary, D is a multiple of 8 up to 256. Shapes (..., S, D) with any number of
-    leading dimensions are accepted: the last of these are the heads, and all are broadcast. The head dim of value may
+    leading dimensions are accepted: the last one is the heads, and all are broadcast. The head dim of value may
     differ, up to 256. Three nested tensors (B, H, j, D) with ``layout=torch.jagged`` are accepted. No length is read on
     the host; ``is_causal`` then needs one tensor of offsets for query and key, or the alignment "lower_right".
     attn_mask: booleans that broadcast to (B, H, S, KV), True for keys that a query attends to; a
@@ -679,8 +679,8 @@ def attention_block(
     log-sum-exp, float32 (B, H, S). With a mask or ``return_lse`` the same pass quantizes, and the kernel of masks
     attends. But for calls with gradients, for ``kv_lengths``, and for masks other than booleans (B, H, S, KV) and a
     BlockMask, PyTorch computes norm and RoPE, and ``sdpa`` the rest. These calls join parts by a copy. The gradients of
-    Q, K, V and the weights are those of norm, RoPE and attention on the unquantized tensors, which the backward pass
-    recomputes.
+    Q, K, V and the weights are computed for norm, RoPE and attention on the unquantized tensors; the backward pass
+    recomputes them.
     Raises TypeError, ValueError and NotImplementedError as ``quantize`` and ``sdpa`` do, and name the argument.
     """
     if norm != "rms" or not _is_simple(query, key, value, rope, q_norm_bias, k_norm_bias):

@@ -1,6 +1,6 @@
 """The registered operators ``torch.ops.greenfast``: schemas, implementations, shapes, vmap and FLOPs.
 
-They are registered with ``torch.library.Library``, since its calls cost the host less than those of
+They are registered with ``torch.library.Library``, since its calls cost the host less than calls of
 ``torch.library.custom_op``. The public functions are in ``greenfast.ops.sdpa``.
 """
 

@@ -71,7 +71,7 @@ def varlen_attn(
 
     query: (total_q, H, D); key and value: (total_k, HK, D). HK is H, or with ``enable_gqa`` a divisor of H. The dtype
     is float16 or bfloat16, D is a multiple of 8 up to 256. Sequence i has the rows cu_seq_q[i] .. cu_seq_q[i + 1] - 1
-    of query and those of cu_seq_k of key and value; both are int32 (N + 1,) on the same device. Any length may be 0.
+    of query, and by cu_seq_k of key and value; both are int32 (N + 1,) on the same device. Any length may be 0.
     seqused_k: int32 (N,), only the first keys of each sequence are attended to. max_q, max_k: the longest lengths.
     window_size: (left, right), the keys before and after a query's own place, -1 for all of them; (-1, 0) is a causal
     mask. Places are counted from the last query and key of a sequence. softcap: scores s become softcap * tanh(s /
@@ -80,7 +80,7 @@ def varlen_attn(
     num_splits is ignored: rows are never split.
 
     Returns (total_q, H, D) of the inputs' dtype; with ``return_aux.lse`` also the natural log-sum-exp, float32
-    (H, total_q), of which the sink is a part. Rows without keys are 0, and -inf or the sink. Rows of query outside of
+    (H, total_q). The sink is a part of it. Rows without keys are 0, and -inf or the sink. Rows of query outside of
     all sequences are 0 on the CPU, and not written on a GPU. Gradients are computed for attention on the unquantized
     tensors, and for sinks. With softcap they are in float32 and read the lengths. With seqused_k there are none.
 

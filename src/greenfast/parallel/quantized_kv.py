@@ -20,7 +20,7 @@ class QuantizedKV:
     """Codes and scales of K and V of a rank, in one uint8 ``buffer`` that exchanges send as it is.
 
     key: uint8 (B, HK, KV, D); value: uint8 (B, HK, D, KV rounded up to 16); the scales: float32 (B, HK, blocks of 128
-    keys), those of K with precision "int8_fine" (B, HK, blocks, 4). D is the kernels' head dim.
+    keys), for K with precision "int8_fine" (B, HK, blocks, 4). D is the kernels' head dim.
     """
 
     buffer: Tensor

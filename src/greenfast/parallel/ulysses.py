@@ -215,7 +215,7 @@ def forward(
         ]
     divided = [exchange.split_heads(field) for field in fields]
     parts = count_parts(divided, heads)
-    # Scales are small: the first exchange has those of all parts.
+    # Scales are small: the first exchange has the scales of all parts.
     coming = exchange.send([*(x.tensor_split(parts, 2)[0] for x in divided), *map(exchange.split_heads, scales)])
     scale_parts: list[list[Tensor]] = []
     going = []

@@ -116,7 +116,7 @@ class PagedKVCache:
 
         Unused entries are -1.
 
-        max_pages: by default that of the longest sequence, at least 1. A CUDA graph needs a fixed number. Raises
+        max_pages: by default the pages of the longest sequence, at least 1. A CUDA graph needs a fixed number. Raises
         KeyError for an unknown sequence, ValueError if ``max_pages`` is too small.
         """
         rows = [self._pages[s] for s in sequences]

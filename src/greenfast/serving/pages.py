@@ -153,7 +153,7 @@ def compute_slots(block_table: Tensor, page_size: int, sequence_ids: Tensor, pos
 class PagedRows(NamedTuple):
     """A cache with contiguous rows for each sequence, viewed as pages.
 
-    Sequence b has ``pages`` pages, the first one at b * ``step``. Pages between those of two sequences are not used: if
+    Sequence b has ``pages`` pages, the first one at b * ``step``. Pages between two sequences are not used: if
     heads come first in memory, they overlap other heads.
     """
 

@@ -224,7 +224,7 @@ def plan(*args: Any, into: Tensor | None = None) -> Tensor:
 
 
 def token_slots(*args: Any) -> tuple[Tensor, ...]:
-    """Call ``torch.ops.greenfast.token_slots`` in the same way. The results are those of ``serving_pages.Slots``."""
+    """Call ``torch.ops.greenfast.token_slots`` in the same way. Returns the fields of ``serving_pages.Slots``."""
     result: tuple[Tensor, ...] = (_slots_cuda if _can_launch_directly(*args[:4]) else _TOKEN_SLOTS)(*args)
     return result
 

@@ -248,7 +248,7 @@ class TorchConstant:
 
 @dataclass(frozen=True)
 class TensorOperation:
-    """An operation of PyTorch before a step, or after the last one: what a function computes between its launches.
+    """An operation of PyTorch that a function runs before a launch, or after its last launch.
 
     name: such as "aten.add.Tensor". args, kwargs: TensorView, TorchConstant, numbers, texts, None, and lists of these.
     writes: the arguments that it writes to. is_out: whether it writes them without reading them. results: the places of

@@ -1,7 +1,7 @@
 """The attention ladder as a kernel family: toggles to CUDA source, shape to launch.
 
-A rung has a file next to this one with what it changes. ``scalar.cuh`` and ``stage1.cuh`` hold kernels whose parts
-the rungs up to Stage 3A replace; ``stage3b.cuh`` and its two variants are kernels of their own. This module composes a
+A rung has a file next to this one with its changes. ``scalar.cuh`` and ``stage1.cuh`` hold kernels; the rungs up to
+Stage 3A replace parts of them. ``stage3b.cuh`` and its two variants are kernels of their own. This module composes a
 kernel from these files, rejects combinations without a kernel, and plans shared memory.
 """
 

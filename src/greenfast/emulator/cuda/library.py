@@ -38,7 +38,7 @@ _PROPERTIES: dict[str, int | tuple[int, ...]] = {
     "sharedMemPerBlockOptin": 232448, "maxBlocksPerMultiProcessor": 32, "reservedSharedMemPerBlock": 1024,
     "memoryPoolsSupported": 1, "clusterLaunch": 1, "surfaceAlignment": 512,
 }  # fmt: skip
-#: What cudaGetErrorString returns, where it is not the name in words.
+#: Texts of cudaGetErrorString that are not the error's name in words.
 _TEXTS = {
     "cudaSuccess": "no error",
     "cudaErrorInvalidValue": "invalid argument",

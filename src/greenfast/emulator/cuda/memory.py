@@ -39,7 +39,7 @@ class DeviceAllocation:
 
 
 class DeviceMemory(GlobalMemory):
-    """All allocations of a program. Addresses are those of the program. file: the descriptor of the shared memory."""
+    """All allocations of a program. Addresses are the program's own. file: the descriptor of the shared memory."""
 
     def __init__(self, capacity: int) -> None:
         super().__init__({})
@@ -99,7 +99,7 @@ class DeviceMemory(GlobalMemory):
         self.sizes = {a.name: a.size for a in self.allocations}
 
     def find(self, address: int, size: int = 1) -> DeviceAllocation | None:
-        """Return the live allocation that holds ``size`` bytes at an address; None if there is none."""
+        """Return the live allocation that holds ``size`` bytes at an address; None if no allocation does."""
         offset = address - self.base
         index = bisect_right(self._list, offset) - 1
         if index < 0:
@@ -112,7 +112,7 @@ class DeviceMemory(GlobalMemory):
         return sum(a.size for a in self.allocations if not a.freed)
 
     def describe(self, offset: int) -> str:
-        """Describe an offset: its position in, before or after an allocation, and where that was made."""
+        """Describe an offset: its position in, before or after an allocation, and the call that made the allocation."""
         text = super().describe(offset)
         if text == NO_ALLOCATION:
             return text

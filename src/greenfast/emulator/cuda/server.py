@@ -210,7 +210,7 @@ class Runtime:
         return 0, (self._run(kernel, step, payload),), self.printed
 
     def _run(self, kernel: KernelHandle, step: KernelLaunch, payload: bytes) -> int:
-        """Run a launch, whose arguments are Structs of bytes. Return an error of CUDA's runtime. Sets ``printed``."""
+        """Run a launch. Its arguments are Structs of bytes. Return an error of CUDA's runtime. Sets ``printed``."""
         raise NotImplementedError
 
     def _check(self, kernel: KernelHandle, grid: tuple[int, ...], block: tuple[int, ...], shared: int) -> None:

@@ -104,7 +104,7 @@ def locate(m: ResidentBlocks, space: str, addresses: Offsets, lanes: ThreadSet) 
             lane, pointer = int(lane_indices(lanes)[lost]), f"generic address {int(addresses[lost]):#x}"
             if lost >= 0:
                 raise m.fault(f"{pointer} is in no memory{explain_pointer(int(addresses[lost]))}", lane)
-            raise m.limit(f"{pointer} is in another memory than those of other threads (not emulated)", lane)
+            raise m.limit(f"{pointer} is in another memory than other threads' addresses (not emulated)", lane)
         space = spaces[0]
         addresses = addresses - (m.memory.base if space == "global" else BASES[space])
     elif space in ("global", "const"):  # constant variables are allocations like those in global memory

@@ -264,7 +264,7 @@ class EpochRaces(Races):
         return int(own.min()), int(own.max()) + size - 1
 
     def _put_reads(self, table: _Tags, read: _Read) -> None:
-        """Record a read. A tag with several threads, warps or blocks replaces those of different readers."""
+        """Record a read. A tag with several threads, warps or blocks replaces the tags of different readers."""
         offsets, size, threads, epoch = read.offsets, read.size, read.threads, read.epoch
         table.latest = max(table.latest, int(epoch >> _EPOCH))
         before = table.get(offsets, size)

@@ -19,9 +19,9 @@ MAX_STEPS = 100_000
 class Observe:
     """A selection of what to observe in a run.
 
-    lines: count executions, sectors and bank conflicts by source line. watch: expressions whose values to record when a
+    lines: count executions, sectors and bank conflicts by source line. watch: expressions to evaluate when a
     thread reaches a line, as "LINE:EXPRESSION,..." or "FILE:LINE:EXPRESSION,..."; for CUDA sources. trace: a block's
-    index and a warp of it, whose instructions to record.
+    index and the number of its warp, to record the warp's instructions.
     """
 
     lines: bool = False

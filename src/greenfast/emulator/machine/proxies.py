@@ -83,7 +83,7 @@ class Proxies:
     def require_fenced(self, offsets: Numbers, warps: Numbers, access: str, writes: bool) -> None:
         """Report a generic access without a later proxy fence, before these asynchronous accesses.
 
-        offsets: of the asynchronous accesses, each in its own chunk. warps: the accessing warps, each of which must be
+        offsets: of the asynchronous accesses, each in its own chunk. warps: the accessing warps; each must be
         ordered after the fence.
         """
         self._require(WRITES, self._writes, offsets, warps, access)
@@ -130,6 +130,6 @@ class Proxies:
         m.report_formal(
             "no-proxy-fence",
             f"{access} {did} with no fence.proxy.async since: {location}, {where}; a barrier orders threads, not "
-            f"proxies: put the fence behind the {before}, in front of the barrier or arrival that follows it; found",
+            f"proxies: put the fence after the {before}, before the barrier or arrival that follows it; found",
             lane,
         )

@@ -476,7 +476,7 @@ class Races:
     def _find_races_of_writes(
         self, bad: NDArray[np.bool_], rows: Numbers, elements: Numbers, size: int, numbers: Numbers, values: Any
     ) -> NDArray[np.bool_]:
-        """Return the unordered writes except those of the same several values (JointWrites).
+        """Return the unordered writes, except joint writes of the same values (JointWrites).
 
         Raises RestartWithReadTracking to record these if that has not happened, and the writes are by one instruction.
         """

@@ -60,7 +60,7 @@ class LaunchReport(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(eq=False)
 class Activation:
-    """Triton's kernels, and those of PyTorch extensions, run in the emulator until ``deactivate``.
+    """Kernels of Triton and of PyTorch extensions run in the emulator until ``deactivate``.
 
     Made by ``activate``, with its options. launches: the reports of all launches, in order. observer: adds up their
     observations, None without ``observe``. files: the paths of the kernels' source files. faults: of kernels and
@@ -161,7 +161,7 @@ class Activation:
         self.execute(make_step(metadata, function, make_launch(metadata, grid, parameters)), regions)
 
     def execute(self, step: KernelLaunch, regions: Regions) -> None:
-        """Run a launch whose arguments name regions. Raises as ``launch``."""
+        """Run a launch. Its arguments name regions. Raises as ``launch``."""
         try:
             with without_modes():
                 unwritten = self.tensors.mode.unwritten if self.tensors is not None else None
@@ -222,8 +222,8 @@ def activate(
     on_launch: is called with each report. observe: what to observe in each launch (docs/emulator.md), by lines of the
     Triton source or as a warp's trace.
 
-    A fault of a kernel is raised at its launch, as KernelFaultError with the line of the Triton source; what the
-    emulator lacks is an UnsupportedError. Raises UsageError for a wrong request.
+    A fault of a kernel is raised at its launch, as KernelFaultError with the line of the Triton source. A missing
+    feature of the emulator raises UnsupportedError. Raises UsageError for a wrong request.
     """
     if not cuda_tensors_as_cpu:
         require("greenfast.emulator.triton", "triton")

@@ -115,7 +115,7 @@ def parse_device(value: Any) -> torch.device | None:
 _MOVES = {torch.Tensor.to, torch.Tensor.cuda, torch.Tensor.cpu}
 
 
-#: Functions whose result nothing has written.
+#: Functions that return uninitialised tensors.
 _EMPTY = {
     *(torch.empty, torch.empty_like, torch.empty_strided, torch.empty_permuted),
     *(torch.Tensor.new_empty, torch.Tensor.new_empty_strided),
@@ -189,7 +189,7 @@ class LabelMode(TorchFunctionMode):
         return result
 
     def _label(self, result: Any, device: torch.device | None, args: Any, kwargs: Any) -> None:
-        """Label new storages of results: with the device that the call names, else with that of its tensors."""
+        """Label new storages of results: with the device that the call names, else with the device of its tensors."""
         values = tuple(result) if isinstance(result, tuple) else result  # torch.max's is of a type of its own
         new = [t for t in tree_iter(values) if _is_host(t) and self.labels.find(t) is None]
         if not new:
@@ -202,7 +202,7 @@ class LabelMode(TorchFunctionMode):
             self.labels.put(tensor, device)
 
     def _to(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Do as Tensor.to: to a device, a dtype, both, or those of another tensor."""
+        """Do as Tensor.to: to a device, a dtype, both, or another tensor's device and dtype."""
         target: torch.device | None = None
         values = list(args)
         if values and isinstance(values[0], torch.Tensor):

@@ -1,7 +1,7 @@
 """A Triton driver without a GPU: kernels are compiled as for one, and their PTX runs in the emulator.
 
 Triton's own compiler produces the PTX. The step after it, ptxas, is left out. A launch copies the storages of its
-tensors into the emulator's memory, and what the kernel changed back.
+tensors into the emulator's memory, and changed bytes back.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 nvcc and the host's compiler build the extension against PyTorch's headers. Its C++ code runs natively and launches
 through the library of whole CUDA programs (emulator/cuda), in this process. It gets tensors that report a CUDA device
-and lie in the memory of the labelled CPU tensors. PyTorch's operations on them go back to the CPU tensors.
+and share the memory of the labelled CPU tensors. PyTorch's operations on them go back to the CPU tensors.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from greenfast.spec.kernel import Argument, Packed, Struct, TensorMap
 
 #: Headers that replace PyTorch's for CUDA, because the CPU build lacks their library.
 HEADERS, SMALL_HEADERS = Path(__file__).with_name("include"), Path(__file__).with_name("include_small")
-#: Libraries whose kernels have no PTX, by the beginning of their headers' names.
+#: Libraries without PTX, by the beginning of their headers' names.
 _LIBRARIES = {
     **{"cublas": "cuBLAS", "cudnn": "cuDNN", "cufft": "cuFFT", "curand.h": "cuRAND", "cusparse": "cuSPARSE"},
     **{"cusolver": "cuSOLVER", "nccl": "NCCL"},
@@ -80,7 +80,7 @@ class ExtensionMemory:
             self._storages[storage.data_ptr()] = reference, storage.nbytes()
 
     def find(self, address: int) -> tuple[Any, int] | None:
-        """Return the storage that holds an address, and the offset there; None if there is none."""
+        """Return the storage that holds an address, and the offset there; None if no storage holds it."""
         for start, (reference, size) in self._storages.items():
             if start <= address < start + size and not reference.expired():  # type: ignore[no-untyped-call]
                 return torch.UntypedStorage._new_with_weak_ptr(reference.cdata), address - start
@@ -395,7 +395,7 @@ class Extensions:
 
     @contextmanager
     def _running(self) -> Iterator[None]:
-        """Let this activation run the launches, and raise what they raised when the extension's function has ended."""
+        """Let this activation run the launches. When the extension's function has ended, raise their error."""
         runtime = get_runtime()
         runtime.findings, before = Findings(), runtime.execute
         runtime.execute, runtime.before_host_copy = self.execute, self.labels.before_host_copy

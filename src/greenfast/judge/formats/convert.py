@@ -294,7 +294,7 @@ MODEL, NEW_MODEL = "Model", "ModelNew"
 ORIGINAL = "original.py"
 #: The dimension that numbers the settings of a problem with a model, from 1.
 SETTING = "problem"
-#: Of the parameters of both models.
+#: The seed of both models' parameters.
 SEED = 42
 
 _MODEL_PROBLEM = '''"""{name}: a problem of KernelBench; only a tolerance is known of its errors."""

@@ -127,7 +127,7 @@ def _summarize(timed: Timed, floor: str, function_us: float) -> dict[str, Any]:
 
 
 def gated_shapes(shapes: Sequence[Shape], timing: Timing) -> list[str]:
-    """Return the shapes that decide: those of ``timing.gate_shapes``, or all if no such shape is timed."""
+    """Return the shapes that decide: ``timing.gate_shapes``, or all if no such shape is timed."""
     return [s.name for s in shapes if s.name in timing.gate_shapes] or [s.name for s in shapes]
 
 

@@ -199,7 +199,7 @@ class Loaded(_Message, frozen=True, tag="loaded"):
 
 
 class AllocationData(_Message, frozen=True):
-    """An allocation before a step. The fields are those of ``spec.kernel.Allocation``."""
+    """An allocation before a step, with the fields of ``spec.kernel.Allocation``."""
 
     step: Annotated[int, Meta(ge=0, le=MAX_LAUNCHES)]
     buffer: Line
@@ -233,7 +233,7 @@ OperationValue = ViewData | ConstantData | ListData | bool | int | float | Text 
 
 
 class OperationData(_Message, frozen=True):
-    """An operation of PyTorch. The fields are those of ``spec.kernel.TensorOperation``."""
+    """An operation of PyTorch, with the fields of ``spec.kernel.TensorOperation``."""
 
     step: Annotated[int, Meta(ge=0, le=MAX_LAUNCHES)]
     name: Annotated[str, Meta(pattern=r"^aten\.[a-z0-9_]+\.[A-Za-z0-9_]+\Z", max_length=100)]

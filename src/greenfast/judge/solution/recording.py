@@ -123,7 +123,7 @@ class Recording(Activation):
         inputs: Mapping[str, torch.Tensor],
         outputs: Mapping[str, torch.Tensor],
     ) -> Program:
-        """Return the program of ``function(*arguments)``; the parameters and errors are those of ``capture``.
+        """Return the program of ``function(*arguments)``; the parameters and errors are as in ``capture``.
 
         Raises MachineError for work that only a capture on a GPU can read.
         """

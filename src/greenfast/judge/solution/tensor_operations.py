@@ -53,7 +53,7 @@ replication_pad2d replication_pad3d roll rot90 scatter scatter_add scatter_reduc
 """
 #: Names of aten's operations that can be repeated, each with the forms that write to an argument (add_, add.out).
 REPEATABLE = frozenset(f"{_ELEMENTWISE}{_REDUCTIONS}{_LAYERS}{_COPIES}".split())
-#: Keywords that say where a result is; here all is in one memory.
+#: Keywords for a result's place; here all is in one memory.
 _PLACES = ("device", "pin_memory", "layout")
 
 

@@ -2,7 +2,7 @@
 
 The quantizer is ``kernels/quantize/backward.cuh``, the products are ``kernels/attention/sm90/backward.cuh``.
 
-Heads are those of the batch; several heads of Q may share one of K and V. Buffers: ``q``, ``grad`` (of the output),
+Heads are counted over the batch; several heads of Q may share one of K and V. Buffers: ``q``, ``grad`` (of the output),
 ``k`` and ``v``: int8 codes (heads, length, head_dim); ``q_t``, ``grad_t`` and ``k_t``: E4M3 codes (heads, head_dim,
 length rounded up to 16), rows permuted in groups of 16 (KEY_ORDER); ``tables``: QueryTable (heads, tiles of 64
 queries); ``factors``: float32 (kv_heads, 3); ``dq``, ``dk``, ``dv``: bfloat16.

@@ -31,7 +31,7 @@ _MANY_TILES = 1024
 #: Multiprocessors that a launch should keep busy.
 _MULTIPROCESSORS = 132
 #: Tiles per place for a block -> tiles of K, heads of K and heads of Q that a block takes at most, if heads share a
-#: tile's angles: the fastest of those that were measured on an H100.
+#: tile's angles: the fastest values measured on an H100.
 _SHARES = {80: (4, 8, 16), 16: (4, 4, 8), 8: (2, 4, 8)}
 #: Most bytes of a tile's angles in shared memory.
 _ANGLE_BYTES = 80 * 1024
@@ -39,7 +39,7 @@ _ANGLE_BYTES = 80 * 1024
 
 @dataclass(frozen=True)
 class Sharing:
-    """What a block takes: tiles of K of some heads of K, or a tile of some heads of Q.
+    """The work of a block: tiles of K of some heads of K, or a tile of some heads of Q.
 
     several_heads: whether the kernel is for several heads, which share a tile's angles in shared memory.
     """
@@ -56,8 +56,8 @@ class SecondPart:
 
     Its tensors are the buffers ``second_q``, ``second_k`` and ``second_v``, the weights of its norms
     ``second_q_weight`` and ``second_k_weight``. q_rows, kv_rows: its rows, any number. strides: of its tensors.
-    has_tables: for each part, whether it has tables of its own, those of the second part in buffers ``second_cos`` and
-    ``second_sin``; a part without is not rotated. None if one pair of tables spans the sequence. table_strides: of the
+    has_tables: for each part, whether it has tables of its own; the second part's are the buffers ``second_cos`` and
+    ``second_sin``. A part without is not rotated. None if one pair of tables spans the sequence. table_strides: of the
     second part's tables, as in ``Prologue``.
     """
 
