@@ -14,7 +14,7 @@ from greenfast.device.session import RunResult
 from greenfast.judge.check_plan import CasePlan
 from greenfast.judge.formats.defined import unit_of_outputs
 from greenfast.judge.gates.correctness import check_cases
-from greenfast.judge.gates.sensitivity import find_dropped
+from greenfast.judge.gates.sensitivity import fill_outputs, find_dropped
 from greenfast.judge.record_schema import GateResult
 from greenfast.judge.task import ErrorGate, FormatGates, KernelErrorGate, Shape
 from greenfast.spec.errors import UsageError
@@ -246,6 +246,16 @@ def test_an_output_near_one_of_the_fills_is_none_that_any_value_meets() -> None:
 def test_a_bound_that_any_value_meets_is_refused() -> None:
     with pytest.raises(UsageError, match=r"cannot judge output 'y': it passes with 7 in all"):
         judged(Problem(np.square, 100.0, relative=False))
+
+
+def test_what_an_output_is_filled_with() -> None:
+    """Bits of bfloat16 get the values' bits: as an integer, 7 would be nearly 0, which may be the right answer."""
+    filled = dict(fill_outputs(OUTPUTS | {"bits": np.zeros(3, np.uint16)}))
+    assert set(filled) == {"y", "z", "n", "c", "bits"}, "no other value of a Boolean is far from both"
+    for n, value in enumerate((7.0, 99.0)):
+        assert all((filled[name][n][name] == value).all() for name in "yznc")
+        values = (filled["bits"][n]["bits"].astype(np.uint32) << 16).view(np.float32)
+        assert (values == value).all()
 
 
 def test_a_log_sum_exp_is_compared() -> None:

@@ -19,6 +19,8 @@ Floats = NDArray[np.float64]
 _NUM_ELEMENTS = 4
 #: Arbitrary values. No correct output is near both.
 FILLS = (7.0, 99.0)
+#: Their bits in bfloat16, for outputs of uint16: NumPy has no bfloat16, and the integer 7 is nearly 0 as its bits.
+_BFLOAT16_FILLS = (0x40E0, 0x42C6)
 #: Number of elements of the sample that is compared before all elements are.
 _SAMPLE = 4096
 #: An answer is rejected by the sample alone if the share of wrong elements exceeds the allowed one by this margin.
@@ -88,11 +90,15 @@ def _count_changes(
 
 
 def fill_outputs(outputs: Mapping[str, Array]) -> Iterator[tuple[str, list[dict[str, Array]]]]:
-    """Yield the name of each output, and one copy of the outputs per value of FILLS with this output filled."""
+    """Yield the name of each output, and one copy of the outputs per value of FILLS with this output filled.
+
+    An output of uint16 is filled with the bits of these values in bfloat16.
+    """
     for name, array in outputs.items():
         if array.size and array.dtype != np.bool_:
+            fills = _BFLOAT16_FILLS if array.dtype == np.uint16 else FILLS
             with np.errstate(all="ignore"):
-                yield name, [{**outputs, name: np.full_like(array, value)} for value in FILLS]
+                yield name, [{**outputs, name: np.full_like(array, value)} for value in fills]
 
 
 def generate_trivial_answers(case: Case, references: References, other: Floats | None) -> Iterator[tuple[str, Floats]]:
