@@ -280,7 +280,8 @@ def test_compiled_without_breaks() -> None:
 def test_operators_are_well_formed(name: str) -> None:
     q, k, v = tensors(64, rows=20)
     angles = make_angles(64, 20)
-    row_options = (*make_weights(64), angles.cos(), angles.sin(), True, EPS, 64, False)
+    weights = make_weights(64)
+    row_options = (*weights, *weights, angles.cos(), angles.sin(), "layer", EPS, 64, False)
     args = {
         "block": ("fp8", 1, 0.1),
         "quantize_block": ("int8", True, "block", True, True),
@@ -377,8 +378,12 @@ def repeated() -> list[partial[Any]]:
         both | {"is_causal": True, "causal_alignment": "lower_right"},
         {name: torch.nn.Parameter(x) for name, x in both.items()},
         {"rope": (angles.cos().expand(2, -1, -1).contiguous(), angles.sin().expand(2, -1, -1).contiguous())},
+        both | {"norm": "layer"},
+        both | {"norm": "layer", "q_norm_bias": weights[1], "k_norm_bias": weights[0]},
+        wide | {"norm": "layer", "q_norm_bias": wide["q_norm"] * 2, "k_norm_bias": wide["k_norm"] * 2},
     ]  # fmt: skip
-    return [partial(block, q, k, v, **each) for each in options]
+    of_heads = tuple(x.unsqueeze(2).expand(-1, -1, 4, -1).contiguous().transpose(1, 2) for x in rope["rope"])
+    return [*(partial(block, q, k, v, **each) for each in options), partial(block, q, q, q, **both, rope=of_heads)]
 
 
 def test_a_repeated_call_launches_what_a_first_one_does(gpu: PretendedGpu) -> None:

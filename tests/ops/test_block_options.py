@@ -61,6 +61,50 @@ def test_layer_norm_is_torchs(over_heads: bool) -> None:
     assert error(free, sdpa(*centered, v)) < 2e-3
 
 
+@pytest.mark.parametrize(("weighted", "over_heads"), [(False, False), (True, False), (True, True)])
+def test_gradients_of_layer_norm_and_tables_of_heads_are_pytorchs(weighted: bool, over_heads: bool) -> None:
+    shape = (2, 64) if over_heads else (64,)
+    generator = torch.Generator().manual_seed(6)
+    leaves = tensors(64, heads=(2, 2), rows=90, shift=1.0)
+    if weighted:
+        leaves += [torch.rand(shape, generator=generator) + 0.5 for _ in range(2)]
+        leaves += [torch.randn(shape, generator=generator) for _ in range(2)]
+    leaves = [x.requires_grad_() for x in leaves]
+    wide: Any = [x.detach().double().requires_grad_() for x in leaves]
+    angles = torch.stack([make_angles(64, 90)[0], make_angles(64, 90)[0] * 0.3])
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, *norms: Tensor) -> Tensor:
+        rows = []
+        for x, weight, bias in zip((q, k), norms[:2] or (None, None), norms[2:] or (None, None), strict=True):
+            over = x.transpose(1, 2).flatten(2) if over_heads else x
+            own = (x if x is None else x.flatten() for x in (weight, bias))
+            normalized = layer_norm(over, over.shape[-1:], next(own), next(own), EPS)
+            rows.append(normalized.view(2, 90, 2, 64).transpose(1, 2) if over_heads else normalized)
+        turned = [
+            torch.view_as_real(
+                torch.view_as_complex(x.reshape(*x.shape[:3], 32, 2)) * torch.polar(torch.ones(()), angles)
+            )
+            for x in rows
+        ]
+        return torch_sdpa(*(x.flatten(-2) for x in turned), v)  # type: ignore[no-any-return]
+
+    options = dict(norm="layer", q_norm=True, k_norm=True)
+    if weighted:
+        options |= dict(zip(("q_norm", "k_norm", "q_norm_bias", "k_norm_bias"), leaves[3:], strict=True))
+    out = block(
+        *leaves[:3], **options, norm_eps=EPS, rope=(angles.cos().unsqueeze(0), angles.sin().unsqueeze(0)),
+        rope_interleaved=True,
+    )  # fmt: skip
+    wanted = attend(*wide)
+    assert error(out, wanted) < FP8_ERROR
+    grad = torch.randn(out.shape, generator=generator).bfloat16()
+    for x, y, leaf in zip(
+        torch.autograd.grad(out, leaves, grad), torch.autograd.grad(wanted, wide, grad.double()), leaves, strict=True
+    ):
+        assert x.dtype == leaf.dtype
+        assert error(x, y) < 0.01
+
+
 def test_parts_with_norms_and_tables_of_their_own_are_one_sequence() -> None:
     text, image = tensors(64, rows=37), tensors(64, rows=150, shift=1.0)
     text_norms, image_norms = make_weights(64), [x * 3 for x in make_weights(64)]
@@ -145,7 +189,7 @@ def test_masks_and_the_log_sum_exp_are_those_of_sdpa(name: str, grad: bool) -> N
     rows: dict[str, Any] = dict(q_norm=weights[0], k_norm=weights[1], norm_eps=EPS, rope=(angles.cos(), angles.sin()))
     out, sums = block(q, k, v, return_lse=True, **rows, **options)
     plain = block(q, k, v, **rows, **options)
-    transform = parse_transform(q, k, weights[0], weights[1], EPS, rows["rope"], None, False)
+    transform = parse_transform(q, k, weights[0], weights[1], "rms", None, None, EPS, rows["rope"], None, False)
     assert transform is not None
     transformed = transform_both(q, k, transform)
     wanted, wanted_sums = sdpa(*transformed, v, enable_gqa=True, return_lse=True, **options)
@@ -210,7 +254,20 @@ def test_graphs_and_gradients_of_parts() -> None:
         (dict(q_norm_bias=torch.ones(64)), ValueError, 'q_norm_bias: only norm="layer" has one'),
         (dict(norm="layer", k_norm_bias=torch.ones(64)), ValueError, "k_norm_bias: k_norm is None"),
         (dict(norm="layer", q_norm=torch.ones(32), k_norm=torch.ones(64)), ValueError, r"q_norm: its shape is \(32,\)"),
-        (dict(norm="layer", k_norm=True), ValueError, "q_norm: None, k_norm True"),
+        (dict(norm="layer", k_norm=True), ValueError, "k_norm: True, q_norm None"),
+        (
+            dict(norm="layer", q_norm=torch.ones(64), k_norm=torch.ones(64), q_norm_bias=torch.ones(64)),
+            ValueError, "k_norm_bias: biases of both",
+        ),
+        (
+            dict(norm="layer", q_norm=torch.ones(64), k_norm=torch.ones(64), q_norm_bias=[1, 2]),
+            TypeError, r"q_norm_bias: \[1, 2\]; a tensor",
+        ),
+        (
+            dict(norm="layer", **{f"{n}_norm{b}": torch.ones(64) for n in "qk" for b in ("", "_bias")}
+                 | dict(k_norm_bias=torch.ones(64).half())),
+            TypeError, "k_norm_bias: its dtype is torch.float16",
+        ),
         (dict(rope=(torch.ones(1, 3, 150, 32),) * 2), ValueError, r"rope: the shape of cos is \(1, 3, 150, 32\)"),
         (dict(return_lse=1), TypeError, "return_lse: 1"),
         (
@@ -251,7 +308,9 @@ def test_explain_names_the_pass() -> None:
 
     assert reason(rope=(table, table)).endswith("; RoPE in the pass that quantizes Q, K and V")
     assert reason(q_norm=True, rope=(table, table)).endswith("; norm and RoPE in the pass that quantizes Q, K and V")
-    assert reason(q_norm=True, norm="layer").endswith("; norm by PyTorch, before quantization")
+    assert reason(q_norm=True, norm="layer").endswith("; norm in the pass that quantizes Q, K and V")
+    heads = table.expand(1, 4, -1, -1)
+    assert reason(rope=(heads, heads)).endswith("; RoPE in the pass that quantizes Q, K and V")
     assert reason(q_norm=True, kv_lengths=torch.tensor([9, 9])).endswith("; norm by PyTorch, before quantization")
     assert "norm" not in reason()
     assert "norm" not in explain(q, k, v, dropout_p=0.1, q_norm=True).reason, "PyTorch's own attention"

@@ -27,7 +27,7 @@ from tests.ops.launched import PretendedGpu
 from tests.ops.launched import gpu as gpu
 from tests.ops.test_block import EPS, make_angles, make_weights
 from tests.ops.test_host_caches import assert_launches_repeat
-from tests.ops.test_qkv_quantizer import assert_close_codes, config_for
+from tests.ops.test_qkv_quantizer import assert_close_codes, config_for, get_storage
 
 block: Any = greenfast.attention_block
 quantize: Any = greenfast.quantize
@@ -86,24 +86,16 @@ def run_kernel(
     return run_source(source, qkv.launch(config, sizes, strides, prologue=prologue), case).outputs
 
 
-def get_storage(x: Tensor) -> Array:
-    """Return the memory from the first element of a tensor on, one element if there are none."""
-    base = x.untyped_storage()
-    flat = torch.empty(0, dtype=x.dtype).set_(base)[x.storage_offset() :]
-    flat = flat if flat.numel() else torch.zeros(1, dtype=x.dtype)
-    return (flat if x.dtype == torch.float32 else flat.view(torch.uint16)).numpy()
-
-
 def run_joined(two: TwoParts, config: AttentionConfig) -> dict[str, Array]:
     """Run the kernel on the joined tensors, with the norms of the first part and one pair of tables."""
     q, k, v = (torch.cat([x, y], 2) for x, y in zip(two.first[:3], two.second[:3], strict=True))
     options: Any = parts.get_options(two)
     tables: list[Any] = [None, None]
     if two.rope_dim:
-        tables = [torch.cat(pair, -2) for pair in zip(options[0][2:4], options[1][2:4], strict=True)]
+        tables = [torch.cat(pair, -2) for pair in zip(options[0][4:6], options[1][4:6], strict=True)]
     whole = options[0]._replace(cos=tables[0], sin=tables[1])
     prologue = block_operators.build_prologue(whole, 1)
-    inputs = [x for x in (q, k, v, *whole[:4]) if x is not None]
+    inputs = [x for x in (q, k, v, *whole.tensors) if x is not None]
     return run_kernel((q, k, v), q.shape, k.shape, dict(zip(
         ("q", "k", "v", *prologue.buffers()), inputs, strict=True
     )), config, prologue)  # fmt: skip

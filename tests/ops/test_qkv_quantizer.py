@@ -45,12 +45,11 @@ def run(
     prologue = None
     if options is not None:
         prologue = build_prologue(options, q.shape[0])
-        given = dict(zip(("q_weight", "k_weight", "cos", "sin"), options[:4], strict=True))
-        inputs |= {name: x for name, x in given.items() if x is not None}
+        inputs |= dict(zip(prologue.buffers(), [x for x in options.tensors if x is not None], strict=True))
         if prologue.across_heads:
-            inputs |= run_norms(q, k, config, sizes, strides, prologue.eps)
+            inputs |= run_norms(q, k, config, sizes, strides, prologue)
     case = Case(
-        {name: (x if x.dtype == torch.float32 else x.view(torch.uint16)).numpy() for name, x in inputs.items()},
+        {name: get_storage(x) for name, x in inputs.items()},
         {name: OutputSpec(tuple(x.shape), str(x.dtype).removeprefix("torch.")) for name, x in outputs.items()},
     )
     sampled = samples is not None
@@ -59,31 +58,43 @@ def run(
     return run_source(source, launch, case).outputs
 
 
+def get_storage(x: Tensor) -> Array:
+    """Return the memory from the first element of a tensor on, one element if there are none."""
+    flat = torch.empty(0, dtype=x.dtype).set_(x.untyped_storage())[x.storage_offset() :]
+    flat = flat if flat.numel() else torch.zeros(1, dtype=x.dtype)
+    return (flat if x.dtype == torch.float32 else flat.view(torch.uint16)).numpy()
+
+
 def run_norms(
-    q: Tensor, k: Tensor, config: AttentionConfig, sizes: Sizes, strides: Strides, eps: float
+    q: Tensor, k: Tensor, config: AttentionConfig, sizes: Sizes, strides: Strides, prologue: qkv_quantizer.Prologue
 ) -> dict[str, Tensor]:
-    """Return the inverse root mean squares over all heads by their kernel."""
-    shapes = {name: (x.shape[0], x.shape[2]) for name, x in (("q_inverse", q), ("k_inverse", k))}
+    """Return the moments of rows over all heads by their kernel."""
+    of_row = (2,) if prologue.centered else ()
+    shapes = {name: (x.shape[0], x.shape[2], *of_row) for name, x in (("q_moments", q), ("k_moments", k))}
     case = Case(
-        {name: x.view(torch.uint16).numpy() for name, x in (("q", q), ("k", k))},
+        {name: get_storage(x) for name, x in (("q", q), ("k", k))},
         {name: OutputSpec(shape, "float32") for name, shape in shapes.items()},
     )
-    launch = qkv_quantizer.norms_launch(config, sizes, strides, eps)
-    outputs = run_source(qkv_quantizer.norms_kernel(config), launch, case).outputs
-    for name, x in (("q_inverse", q), ("k_inverse", k)):
-        wanted = torch.rsqrt(x.double().square().mean((1, 3)) + eps).numpy()
-        assert np.allclose(outputs[name], wanted, rtol=1e-6)
+    launch = qkv_quantizer.norms_launch(config, sizes, strides, prologue.eps)
+    outputs = run_source(qkv_quantizer.norms_kernel(config, centered=prologue.centered), launch, case).outputs
+    for name, x in (("q_moments", q), ("k_moments", k)):
+        wanted = torch.rsqrt(x.double().square().mean((1, 3)) + prologue.eps)
+        if prologue.centered:
+            mean = x.double().mean((1, 3))
+            variance = (x.double() - mean[:, None, :, None]).square().mean((1, 3))
+            wanted = torch.stack([mean, torch.rsqrt(variance + prologue.eps)], -1)
+        assert np.allclose(outputs[name], wanted.numpy(), rtol=1e-5 if prologue.centered else 1e-6, equal_nan=True)
     return {name: torch.from_numpy(outputs[name]) for name in shapes}
 
 
-def assert_close_codes(result: dict[str, Array], expected: QuantizedQKV) -> None:
+def assert_close_codes(result: dict[str, Array], expected: QuantizedQKV, *, equal_nan: bool = False) -> None:
     """Compare codes and scales; those of V are exact."""
     assert np.array_equal(result["v_codes"], expected.value.numpy())
     for name, codes, scale in (
         ("q", expected.query, expected.query_scale), ("k", expected.key, expected.key_scale),
     ):  # fmt: skip
         # Sums in another order: now and then a result is the next 16-bit number, which changes the codes of its row.
-        assert np.allclose(result[f"{name}_scale"], scale.numpy(), rtol=2**-7), name
+        assert np.allclose(result[f"{name}_scale"], scale.numpy(), rtol=2**-7, atol=0, equal_nan=equal_nan), name
         assert np.mean(result[f"{name}_codes"] != codes.numpy()) < 5e-3, name
 
 
@@ -192,26 +203,37 @@ def test_blocks_take_several_tiles_of_many() -> None:
 
 
 def make_transform(
-    rows: int, head_dim: int, norm: str, rope_dim: int, table: str, *, columns: int = 0, interleaved: bool = False,
-    batch: int = 0, heads: tuple[int, int] | None = None,
+    rows: int, head_dim: int, norm: str, rope_dim: int, table: str = "float32", *, columns: int = 0,
+    interleaved: bool = False, batch: int = 0, heads: tuple[int, int] | None = None, layer: bool = False,
+    biased: bool = False, table_heads: int = 0,
 ) -> QKTransform:  # fmt: skip
     """Return weights and tables for ``rows`` tokens.
 
-    columns: of the tables; batch: 0 for tables of two dimensions; heads: of Q and K, for a norm over all heads.
+    columns: of the tables; batch: 0 for tables of two dimensions; heads: of Q and K, for a norm over all heads; layer:
+    LayerNorm, with biases if ``biased``; table_heads: heads with tables of their own, which are stored as (S, H, T).
     """
     generator = torch.Generator().manual_seed(head_dim)
     weights: list[Tensor | None] = [None, None]
+    biases: list[Tensor | None] = [None, None]
     if norm not in ("", "plain"):
         dtype = getattr(torch, norm)
         shapes = [(n, head_dim) for n in heads] if heads else [(head_dim,)] * 2
         weights = [(torch.rand(shape, generator=generator) + 0.5).to(dtype) for shape in shapes]
+        if biased:
+            biases = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
     cos = sin = None
     if rope_dim:
-        angles = torch.randn(*((batch,) if batch else ()), rows, rope_dim // 2, generator=generator) * 3
+        before = (*((batch or 1,) if batch or table_heads else ()), rows, *((table_heads,) if table_heads else ()))
+        angles = torch.randn(*before, rope_dim // 2, generator=generator) * 3
         if columns == rope_dim:
             angles = angles.repeat_interleave(2, -1) if interleaved else torch.cat([angles, angles], -1)
         cos, sin = (x.to(getattr(torch, table)) for x in (angles.cos(), angles.sin()))
-    return QKTransform(weights[0], weights[1], cos, sin, bool(norm), 1e-6, rope_dim, interleaved)
+        if table_heads:
+            cos, sin = cos.transpose(1, 2), sin.transpose(1, 2)
+    kind = "" if not norm else "layer" if layer else "rms"
+    return QKTransform(
+        weights[0], weights[1], biases[0], biases[1], cos, sin, kind, 1e-6, rope_dim, interleaved
+    )  # fmt: skip
 
 
 #: Head dim, rows, dtype, choices of the quantizer, norm, rotated columns, and the tables.
@@ -269,6 +291,111 @@ def test_norm_and_rope_of_extremes(name: str) -> None:
         assert np.allclose(result[f"{of}_scale"], scale, rtol=2**-7, atol=0, equal_nan=True), of
         assert np.mean(result[f"{of}_codes"] != code) < 5e-3, of
     assert np.isnan(result["q_scale"]).sum() == 2 * (name in ("not a number", "infinite"))
+
+
+#: What LayerNorm and tables of heads meet: deviations that are small beside the mean, equal and extreme numbers.
+ROWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "normal": lambda x: x,
+    "biased": lambda x: 100 + 0.1 * x,
+    "zeros": torch.zeros_like,
+    "tiny": lambda x: x * 1e-37,
+    "huge": lambda x: x.clamp(-3, 3) * 1e38,
+}
+#: Head dim, rows, heads of Q and K, memory order, dtype, choices of the quantizer, norm, rotated columns, options of
+#: ``make_transform``.
+LAYERS: list[Any] = [
+    (
+        64,
+        150,
+        (4, 2),
+        "bshd",
+        torch.bfloat16,
+        dict(),
+        "bfloat16",
+        64,
+        dict(layer=True, biased=True, interleaved=True, columns=64),
+    ),
+    (
+        64,
+        40,
+        (2, 2),
+        "bshd",
+        torch.bfloat16,
+        dict(),
+        "float32",
+        64,
+        dict(heads=(2, 2), table_heads=2, interleaved=True, columns=64),
+    ),
+    (128, 129, (2, 1), "bhsd", torch.float16, dict(precision="int8"), "plain", 0, dict(layer=True)),
+    (
+        256,
+        33,
+        (2, 2),
+        "bhsd",
+        torch.bfloat16,
+        dict(),
+        "bfloat16",
+        256,
+        dict(layer=True, biased=True, table_heads=2, table="bfloat16"),
+    ),
+    (72, 40, (2, 1), "bshd", torch.bfloat16, dict(), "plain", 20, dict(layer=True)),
+    (64, 40, (2, 1), "bshd", torch.bfloat16, dict(), "float16", 0, dict(layer=True, biased=True, heads=(2, 1))),
+]
+SLOW_LAYERS: list[Any] = [
+    (128, 150, (2, 2), "bshd", torch.float16, dict(precision="int8_fine"), "float32", 96,
+     dict(layer=True, table_heads=2)),
+    (256, 150, (2, 1), "bshd", torch.float16, dict(), "float32", 64, dict(layer=True, biased=True, interleaved=True)),
+    (72, 40, (2, 1), "bhsd", torch.bfloat16, dict(precision="int8"), "bfloat16", 36,
+     dict(layer=True, biased=True, heads=(2, 1), batch=1)),
+    (128, 40, (2, 2), "bshd", torch.bfloat16, dict(), "", 128, dict(table_heads=2, table="float16", columns=128)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "rows", "heads", "order", "dtype", "choices", "norm", "rope_dim", "options"),
+    [*LAYERS, *(pytest.param(*x, marks=pytest.mark.slow) for x in SLOW_LAYERS)],
+    ids=str,
+)
+def test_layer_norm_and_tables_of_heads_are_as_before_quantization(
+    head_dim: int, rows: int, heads: tuple[int, int], order: str, dtype: torch.dtype, choices: dict[str, Any],
+    norm: str, rope_dim: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """With angles that heads share, all heads of a block have the bits of single heads."""
+    generator = torch.Generator().manual_seed(rows)
+    packed = torch.randn(1, rows, heads[0] + 2 * heads[1], head_dim, generator=generator)
+    transform = make_transform(rows, head_dim, norm, rope_dim, **options)
+    config = config_for(head_dim, dtype, rotate=True, key_mean=True, **choices)
+    for name in ("normal", "biased", "zeros"):
+        x = ROWS[name](packed)
+        x[:, :, -heads[1] :] = packed[:, :, -heads[1] :]
+        x = x.to(dtype).transpose(1, 2)
+        q, k, v = torch.split(x if order == "bshd" else x.contiguous(), [heads[0], heads[1], heads[1]], 1)
+        expected = reference.quantize(*transform_both(q, k, transform), v, config)
+        result = run(q, k, v, config, expected, options=transform)
+        assert_close_codes(result, expected)
+        if name == "normal" and rope_dim and not options.get("table_heads"):
+            with monkeypatch.context() as patch:
+                patch.setattr(qkv_quantizer, "choose_sharing", lambda *_: Sharing(2, *heads[::-1], True))
+                shared = run(q, k, v, config, expected, options=transform)
+            for buffer, wanted in result.items():
+                assert np.array_equal(shared[buffer], wanted), buffer
+
+
+@pytest.mark.parametrize("name", [*(x for x in ROWS if x in ("tiny", "huge")), "not a number", "infinite"])
+@pytest.mark.parametrize("over_heads", [False, True])
+def test_layer_norm_of_extremes(name: str, over_heads: bool) -> None:
+    """No sum of the mean overflows: huge rows become 0, as in PyTorch's LayerNorm, and not NaN."""
+    extreme = (ROWS | EXTREMES)[name]
+    q, k, v = inputs(40, 64, torch.bfloat16)
+    q, k = (extreme(x.float()).bfloat16() for x in (q, k))
+    options = make_transform(40, 64, "bfloat16", 64, layer=True, heads=(2, 1) if over_heads else None)
+    config = config_for(64, q.dtype, rotate=True, key_mean=True)
+    expected = reference.quantize(*transform_both(q, k, options), v, config)
+    result = run(q, k, v, config, expected, options=options)
+    assert_close_codes(result, expected, equal_nan=True)
+    nonfinite = name in ("not a number", "infinite")
+    assert np.isnan(result["q_scale"]).sum() == 2 * nonfinite
+    assert result["q_codes"].any() == (name != "huge")
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from greenfast.integrations.switch import use
 from greenfast.ops.arguments import parse_length
-from greenfast.ops.block import RowArguments, parse_transform, simplify, transform_both
+from greenfast.ops.block import RowArguments, join_parts, parse_transform, transform_both
 from greenfast.ops.masked import MaskSpec
 from greenfast.ops.quantized import PRECISIONS_AND_AUTO, AutoPrecision, check_choice
 from greenfast.ops.routing import Routed, explain
@@ -187,8 +187,10 @@ def attend_exactly(
     row = RowArguments(
         query, key, value, q_norm, k_norm, norm, q_norm_bias, k_norm_bias, norm_eps, rope, rope_dim, rope_interleaved
     )
-    query, key, value, q_norm, k_norm, _, _, _, norm_eps, rope, rope_dim, _ = simplify(row)
-    options = parse_transform(query, key, q_norm, k_norm, norm_eps, rope, rope_dim, rope_interleaved)
+    if isinstance(query, list | tuple):
+        row = join_parts(row)
+    query, key, value, *transform = row
+    options = parse_transform(query, key, *transform)
     if options is not None:
         query, key = transform_both(query, key, options)
     group = query.shape[1] // key.shape[1]

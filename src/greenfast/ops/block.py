@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Literal, NamedTuple, cast
 
 import torch
@@ -27,36 +28,47 @@ NORMS = ("rms", "layer")
 #: dtypes of weights and tables.
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _ARGUMENTS = (
-    "Tensor query, Tensor key, Tensor value, Tensor? q_norm, Tensor? k_norm, Tensor? cos, Tensor? sin, bool norm, "
-    "float norm_eps, int rope_dim, bool rope_interleaved"
+    "Tensor query, Tensor key, Tensor value, Tensor? q_norm, Tensor? k_norm, Tensor? q_norm_bias, Tensor? k_norm_bias, "
+    "Tensor? cos, Tensor? sin, str norm, float norm_eps, int rope_dim, bool rope_interleaved"
 )
-_TENSORS = 5  # of the arguments, those with gradients: Q, K, V and the weights
+_TENSORS = 7  # of the arguments, those with gradients: Q, K, V, the weights and the biases
+_OPTIONS = 10  # fields of QKTransform
 
 
 class QKTransform(NamedTuple):
     """Norm and RoPE of Q and K, as the operators take them.
 
-    q_norm, k_norm: weights (D,), or (H, D) and (HK, D) of a norm over all heads, or None. cos, sin: (S, T) or (B or 1,
-    S, T), where T is rope_dim or half of it, or None. norm: whether there is a norm. rope_dim: 0 without RoPE.
+    q_norm, k_norm: weights (D,), or (H, D) and (HK, D) of a norm over all heads, or None. q_norm_bias, k_norm_bias: of
+    the same shapes, or None. cos, sin: (S, T), (B or 1, S, T), or (B or 1, H, S, T) with tables of each head, where T
+    is rope_dim or half of it, or None. norm: "rms", "layer", or "" without a norm. rope_dim: 0 without RoPE.
     """
 
     q_norm: Tensor | None
     k_norm: Tensor | None
+    q_norm_bias: Tensor | None
+    k_norm_bias: Tensor | None
     cos: Tensor | None
     sin: Tensor | None
-    norm: bool
+    norm: str
     eps: float
     rope_dim: int
     interleaved: bool
 
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """The weights, the biases and the tables."""
+        return self[:6]
+
 
 def parse_transform(
-    query: Tensor, key: Tensor, q_norm: Any, k_norm: Any, norm_eps: Any, rope: Any, rope_dim: Any, rope_interleaved: Any
-) -> QKTransform | None:
+    query: Tensor, key: Tensor, q_norm: Any, k_norm: Any, norm: Any, q_norm_bias: Any, k_norm_bias: Any, norm_eps: Any,
+    rope: Any, rope_dim: Any, rope_interleaved: Any,
+) -> QKTransform | None:  # fmt: skip
     """Return the checked norm and RoPE of a call, or None if there is neither.
 
     query, key: accepted by ``check_tensors``. Raises TypeError and ValueError that name the argument.
     """
+    check_choice("norm", norm, NORMS)
     check_flag("rope_interleaved", rope_interleaved)
     eps = parse_number("norm_eps", norm_eps)
     if not 0.0 <= eps < math.inf:
@@ -65,6 +77,8 @@ def parse_transform(
     kinds = ["a tensor" if isinstance(x, Tensor) else str(x) for x in (q_norm, k_norm)]
     if kinds[0] != kinds[1]:
         raise ValueError(f"k_norm: {kinds[1]}, q_norm {kinds[0]}; both must be tensors, or True, or None")
+    q_bias = _parse_bias("q_norm", q_norm_bias, q_norm, norm)
+    k_bias = _parse_bias("k_norm", k_norm_bias, k_norm, norm)
     cos, sin = None, None
     columns = query.shape[3]
     if rope is None:
@@ -81,7 +95,9 @@ def parse_transform(
         width = columns if rope_dim is None else parse_length("rope_dim", rope_dim)
     if q_norm is None and rope is None:
         return None
-    options = QKTransform(q_weight, k_weight, cos, sin, q_norm is not None, eps, width, rope_interleaved)
+    options = QKTransform(
+        q_weight, k_weight, q_bias, k_bias, cos, sin, "" if q_norm is None else norm, eps, width, rope_interleaved
+    )  # fmt: skip
     check_transform(query, key, options)
     return options
 
@@ -94,10 +110,24 @@ def _parse_weight(name: str, norm: Any) -> Tensor | None:
     return norm
 
 
+def _parse_bias(name: str, bias: Any, weight: Any, norm: str) -> Tensor | None:
+    """Return the checked bias of a norm. name, weight: of the norm."""
+    if bias is None:
+        return None
+    if norm != "layer":
+        raise ValueError(f'{name}_bias: only norm="layer" has one')
+    if not isinstance(weight, Tensor):
+        raise ValueError(f"{name}_bias: {name} is {weight}; weights are needed too")
+    if not isinstance(bias, Tensor):
+        raise TypeError(f"{name}_bias: {bias!r}; a tensor of biases, or None, is needed")
+    return bias
+
+
 def check_transform(query: Tensor, key: Tensor, options: QKTransform) -> None:
     """Raise TypeError or ValueError for weights and tables that do not fit to Q and K."""
     columns, rows = query.shape[3], query.shape[2]
-    named = (("q_norm", options.q_norm), ("k_norm", options.k_norm), ("rope", options.cos), ("rope", options.sin))
+    names = ("q_norm", "k_norm", "q_norm_bias", "k_norm_bias", "rope", "rope")
+    named = tuple(zip(names, options.tensors, strict=True))
     for name, x in named:
         if x is None:
             continue
@@ -106,7 +136,7 @@ def check_transform(query: Tensor, key: Tensor, options: QKTransform) -> None:
         if x.dtype not in FLOATS:
             raise TypeError(f"{name}: its dtype is {x.dtype}; allowed are {', '.join(map(str, FLOATS))}")
         check_device(name, x, "query", query)
-    for (name, x), heads in zip(named[:2], (query.shape[1], key.shape[1]), strict=True):
+    for (name, x), heads in zip(named[:4], (query.shape[1], key.shape[1]) * 2, strict=True):
         if x is None:
             continue
         if not (
@@ -116,15 +146,20 @@ def check_transform(query: Tensor, key: Tensor, options: QKTransform) -> None:
                 f"{name}: its shape is {tuple(x.shape)}; ({columns},), the head dim, is needed, or for a norm over all "
                 f"heads ({heads}, {columns})"
             )
-    q_norm, k_norm, cos, sin = options[:4]
-    if q_norm is not None and k_norm is not None and q_norm.dim() != k_norm.dim():
-        raise ValueError(f"k_norm: it has {k_norm.dim()} dimensions, q_norm {q_norm.dim()}; they must agree")
+    q_norm, k_norm, q_bias, k_bias, cos, sin = options.tensors
+    check_choice("norm", options.norm, ("", *NORMS))
+    for name, x in named[1:4]:
+        if x is not None and q_norm is not None and x.dim() != q_norm.dim():
+            raise ValueError(f"{name}: it has {x.dim()} dimensions, q_norm {q_norm.dim()}; they must agree")
     if (q_norm is None) != (k_norm is None) or (q_norm is not None and not options.norm):
         raise ValueError("k_norm: weights of both Q and K, or of none, are needed")
+    if (q_bias is None) != (k_bias is None) or (q_bias is not None and (q_norm is None or options.norm != "layer")):
+        raise ValueError("k_norm_bias: biases of both Q and K, or of none, are needed, with weights of LayerNorm")
     if (cos is None) != (sin is None) or (cos is None) != (options.rope_dim == 0):
         raise ValueError(f"rope: cos and sin, and rope_dim {options.rope_dim}; all three are needed, or none")
-    if q_norm is not None and k_norm is not None and q_norm.dtype != k_norm.dtype:
-        raise TypeError(f"k_norm: its dtype is {k_norm.dtype}, q_norm's {q_norm.dtype}; they must agree")
+    for name, x in named[1:4]:
+        if x is not None and q_norm is not None and x.dtype != q_norm.dtype:
+            raise TypeError(f"{name}: its dtype is {x.dtype}, q_norm's {q_norm.dtype}; they must agree")
     if cos is None or sin is None:
         return
     width = options.rope_dim
@@ -134,8 +169,11 @@ def check_transform(query: Tensor, key: Tensor, options: QKTransform) -> None:
         raise TypeError(f"rope: the dtype of cos is {cos.dtype}, that of sin {sin.dtype}; they must agree")
     if cos.dim() != sin.dim() or not all([require(a == b) for a, b in zip(cos.shape, sin.shape, strict=True)]):
         raise ValueError(f"rope: the shape of cos is {tuple(cos.shape)}, that of sin {tuple(sin.shape)}")
-    if cos.dim() not in (2, 3):
-        raise ValueError(f"rope: the shape of cos is {tuple(cos.shape)}; (S, columns) or (B, S, columns) is needed")
+    if cos.dim() not in (2, 3, 4):
+        raise ValueError(
+            f"rope: the shape of cos is {tuple(cos.shape)}; (S, columns), (B, S, columns) or (B, H, S, columns) is "
+            "needed"
+        )
     if not (is_known(cos.shape[-1] == width) or is_known(cos.shape[-1] * 2 == width)):
         raise ValueError(
             f"rope: cos and sin have {cos.shape[-1]} columns; {width} or {width // 2} are needed, to rotate {width} of "
@@ -146,21 +184,42 @@ def check_transform(query: Tensor, key: Tensor, options: QKTransform) -> None:
             f"rope: cos and sin have {cos.shape[-2]} rows, query {rows} and key {key.shape[2]}; the same number is "
             "needed, one row for each token"
         )
-    if cos.dim() == 3 and not (is_known(cos.shape[0] == 1) or require(cos.shape[0] == query.shape[0])):
+    if cos.dim() == 4 and not all([require(cos.shape[1] == x.shape[1]) for x in (query, key)]):
+        raise ValueError(
+            f"rope: the shape of cos is {tuple(cos.shape)}, tables of {cos.shape[1]} heads; query has {query.shape[1]} "
+            f"and key {key.shape[1]}, and all must agree"
+        )
+    if cos.dim() > 2 and not (is_known(cos.shape[0] == 1) or require(cos.shape[0] == query.shape[0])):
         raise ValueError(f"rope: cos and sin have batch {cos.shape[0]}, query {query.shape[0]}; they must agree, or 1")
     if cos.requires_grad or sin.requires_grad:
         raise TypeError("rope: a table requires grad, but no gradient flows to it; use .detach()")
 
 
-def transform(x: Tensor, weight: Tensor | None, options: QKTransform) -> Tensor:
+def transform(x: Tensor, weight: Tensor | None, bias: Tensor | None, options: QKTransform) -> Tensor:
     """Normalize and rotate x (B, H, S, D) by PyTorch. Each result is computed in float32 and rounded to x's dtype."""
     if options.norm:
-        wide = x.float()
-        wide = wide * torch.rsqrt(wide.square().mean(_get_norm_dims(weight), keepdim=True) + options.eps)
-        x = (wide if weight is None else wide * _broadcast_weight(weight)).to(x.dtype)
+        wide, inverse = _center(x, weight, options)
+        wide = wide * inverse
+        if weight is not None:
+            wide = wide * _broadcast_weight(weight)
+        if bias is not None:
+            wide = wide + _broadcast_weight(bias)
+        x = wide.to(x.dtype)
     if options.cos is None or options.sin is None:
         return x
     return rotate(x.float(), *_get_angles(options.cos, options.sin, options), options.interleaved).to(x.dtype)
+
+
+def _center(x: Tensor, weight: Tensor | None, options: QKTransform) -> tuple[Tensor, Tensor]:
+    """Return x as float32, with LayerNorm without its mean, and the inverse root of the mean square of that.
+
+    The mean is summed in float64: a sum of numbers of bfloat16 can overflow in float32.
+    """
+    dims = _get_norm_dims(weight)
+    wide = x.float()
+    if options.norm == "layer":
+        wide = wide - wide.mean(dims, keepdim=True, dtype=torch.float64).float()
+    return wide, torch.rsqrt(wide.square().mean(dims, keepdim=True) + options.eps)
 
 
 def _get_norm_dims(weight: Tensor | None) -> tuple[int, ...]:
@@ -169,7 +228,7 @@ def _get_norm_dims(weight: Tensor | None) -> tuple[int, ...]:
 
 
 def _broadcast_weight(weight: Tensor) -> Tensor:
-    """Return weights of a norm as float32, broadcastable to (B, H, S, D)."""
+    """Return weights or biases of a norm as float32, broadcastable to (B, H, S, D)."""
     return weight.float() if weight.dim() == 1 else weight.float().unsqueeze(1)
 
 
@@ -186,7 +245,10 @@ def _get_angles(cos: Tensor, sin: Tensor, options: QKTransform) -> tuple[Tensor,
 
 def transform_both(query: Tensor, key: Tensor, options: QKTransform) -> tuple[Tensor, Tensor]:
     """Normalize and rotate Q and K by PyTorch."""
-    return transform(query, options.q_norm, options), transform(key, options.k_norm, options)
+    return (
+        transform(query, options.q_norm, options.q_norm_bias, options),
+        transform(key, options.k_norm, options.k_norm_bias, options),
+    )
 
 
 class RowArguments(NamedTuple):
@@ -206,70 +268,14 @@ class RowArguments(NamedTuple):
     rope_interleaved: Any
 
 
-def simplify(args: RowArguments) -> RowArguments:
-    """Return the call with one tensor each for Q, K and V, and without the norms and tables that no kernel has.
-
-    PyTorch computes these first: LayerNorm, norms of parts of the sequence, and tables of (B, H, S, T), with their
-    norm. Raises TypeError and ValueError that name the argument.
-    """
-    check_choice("norm", args.norm, NORMS)
-    for name, bias, weight in (
-        ("q_norm_bias", args.q_norm_bias, args.q_norm), ("k_norm_bias", args.k_norm_bias, args.k_norm)
-    ):  # fmt: skip
-        if bias is not None and args.norm != "layer":
-            raise ValueError(f'{name}: only norm="layer" has one')
-        if bias is not None and (weight is None or weight is True):
-            raise ValueError(f"{name}: {name.removesuffix('_bias')} is {weight}; weights are needed too")
-    if isinstance(args.query, Tensor):
-        for name, x in (("key", args.key), ("value", args.value)):
-            if isinstance(x, list | tuple):
-                raise TypeError(f"{name}: {len(x)} tensors, query is one; they must agree")
-    elif isinstance(args.query, list | tuple):
-        args = _join_parts(args)
-    check_tensors(args.query, args.key, args.value)
-    if args.norm == "layer" and args.q_norm is not None:
-        query = normalize_centered("q_norm", args.query, args.q_norm, args.q_norm_bias, args.norm_eps)
-        key = normalize_centered("k_norm", args.key, args.k_norm, args.k_norm_bias, args.norm_eps)
-        args = args._replace(query=query, key=key, q_norm=None, k_norm=None)
-    elif args.norm == "layer" and args.k_norm is not None:
-        raise ValueError(f"q_norm: None, k_norm {format_value(args.k_norm)}; norms of both, or of none, are needed")
-    args = args._replace(norm="rms", q_norm_bias=None, k_norm_bias=None)
-    if isinstance(args.rope, Sequence) and any(isinstance(x, Tensor) and x.dim() == 4 for x in args.rope):
-        args = _rotate_heads(args)
-    return args
-
-
-def normalize_centered(name: str, x: Tensor, weight: Any, bias: Any, eps: Any) -> Tensor:
-    """Compute LayerNorm of x (B, H, S, D) in float32, and round it to x's dtype.
-
-    weight, bias: (D,), or (H, D) of a norm over all heads; weight may be True. Raises TypeError and ValueError.
-    """
-    eps = parse_number("norm_eps", eps)
-    weight, bias = _parse_weight(name, weight), None if bias is None else _parse_weight(f"{name}_bias", bias)
-    for label, vector in ((name, weight), (f"{name}_bias", bias)):
-        if vector is not None and (
-            vector.dim() not in (1, 2) or tuple(vector.shape) != (x.shape[1], x.shape[3])[2 - vector.dim() :]
-        ):
-            raise ValueError(
-                f"{label}: its shape is {tuple(vector.shape)}; ({x.shape[3]},), the head dim, is needed, or for a norm "
-                f"over all heads ({x.shape[1]}, {x.shape[3]})"
-            )
-    dims = _get_norm_dims(weight)
-    wide = x.float()
-    wide = wide - wide.mean(dims, keepdim=True)
-    wide = wide * torch.rsqrt(wide.square().mean(dims, keepdim=True) + eps)
-    if weight is not None:
-        wide = wide * _broadcast_weight(weight)
-    if bias is not None:
-        wide = wide + _broadcast_weight(bias)
-    return wide.to(x.dtype)
-
-
-def _join_parts(args: RowArguments) -> RowArguments:
+def join_parts(args: RowArguments) -> RowArguments:
     """Return the call on the whole sequence: parts with norms of their own are normalized, then all are joined.
 
-    A norm that all parts share stays an argument.
+    A norm that all parts share stays an argument. Raises TypeError and ValueError that name the argument.
     """
+    if not isinstance(args.query, list | tuple):
+        name, x = next((n, x) for n, x in (("key", args.key), ("value", args.value)) if isinstance(x, list | tuple))
+        raise TypeError(f"{name}: {len(x)} tensors, query is one; they must agree")
     count = len(args.query)
     for name, x in (("key", args.key), ("value", args.value)):
         if not isinstance(x, list | tuple) or len(x) != count:
@@ -302,17 +308,12 @@ def _repeat(norm: Any, count: int) -> Sequence[Any]:
 
 
 def _normalize_part(
-    part: tuple[Tensor, Tensor, Tensor], norm: str, norms: tuple[Any, ...], eps: Any
+    part: tuple[Tensor, Tensor, Tensor], norm: Any, norms: tuple[Any, ...], eps: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Normalize Q and K of a part. norms: weights of Q and K, then their biases."""
     query, key, value = part
-    if norm == "layer":
-        both = [
-            x if weight is None else normalize_centered(name, x, weight, bias, eps)
-            for name, x, weight, bias in zip(("q_norm", "k_norm"), (query, key), norms[:2], norms[2:], strict=True)
-        ]
-        return both[0], both[1], value
-    options = parse_transform(query, key, norms[0], norms[1], eps, None, None, False)
+    q_norm, k_norm, q_bias, k_bias = norms
+    options = parse_transform(query, key, q_norm, k_norm, norm, q_bias, k_bias, eps, None, None, False)
     return (*(transform_both(query, key, options) if options else (query, key)), value)
 
 
@@ -342,34 +343,10 @@ def _join_tables(rope: Any, parts: list[Tensor]) -> Any:
     return tuple(torch.cat([fill(pair, part, i) for pair, part in zip(rope, parts, strict=True)], -2) for i in range(2))
 
 
-def _rotate_heads(args: RowArguments) -> RowArguments:
-    """Normalize and rotate by PyTorch with tables of heads, (B or 1, H, S, T)."""
-    query, key = args.query, args.key
-    if len(args.rope) != 2:
-        raise TypeError(f"rope: {len(args.rope)} tables; a pair (cos, sin) of tensors is needed")
-    cos, sin = args.rope
-    if not (isinstance(cos, Tensor) and isinstance(sin, Tensor) and cos.shape == sin.shape and cos.dim() == 4):
-        raise ValueError("rope: cos and sin must have the same shape")
-    batch, heads, rows = query.shape[:3]
-    if query.shape[:3] != key.shape[:3] or cos.shape[0] not in (1, batch) or tuple(cos.shape[1:3]) != (heads, rows):
-        raise ValueError(
-            f"rope: the shape of cos is {tuple(cos.shape)}; with four dimensions (B or 1, H, S, columns) of query and "
-            f"key are needed, which have {tuple(query.shape[:3])} and {tuple(key.shape[:3])}"
-        )
-    table = cos.new_empty(()).expand(cos.shape[2:]), sin.new_empty(()).expand(sin.shape[2:])  # also of an empty batch
-    one = parse_transform(
-        query, key, args.q_norm, args.k_norm, args.norm_eps, table, args.rope_dim, args.rope_interleaved
-    )
-    if cos.requires_grad or sin.requires_grad:
-        raise TypeError("rope: a table requires grad, but no gradient flows to it; use .detach()")
-    if one is None:  # rope is given
-        raise AssertionError
-    query, key = transform_both(query, key, one._replace(cos=cos, sin=sin))
-    return args._replace(query=query, key=key, q_norm=None, k_norm=None, rope=None, rope_dim=None)
-
-
-def _transform_backward(grad: Tensor, x: Tensor, weight: Tensor | None, options: QKTransform) -> tuple[Tensor, Tensor]:
-    """Return the gradients of x and of the weight (empty without), from the gradient of ``transform``'s result.
+def _transform_backward(
+    grad: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, options: QKTransform
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of x, weight and bias (empty without), from the gradient of ``transform``'s result.
 
     They are computed in float32. An operator cannot differentiate by autograd, because it runs below it.
     """
@@ -377,35 +354,48 @@ def _transform_backward(grad: Tensor, x: Tensor, weight: Tensor | None, options:
     if options.cos is not None and options.sin is not None:
         cos, sin = _get_angles(options.cos, options.sin, options)
         by_result = rotate(by_result, cos, -sin, options.interleaved)
-    by_weight = grad.new_empty(0)
+    by_weight, by_bias = grad.new_empty(0), grad.new_empty(0)
     if options.norm:
-        wide = x.float()
         dims = _get_norm_dims(weight)
-        inverse = torch.rsqrt(wide.square().mean(dims, keepdim=True) + options.eps)
+        wide, inverse = _center(x, weight, options)
         normalized = wide * inverse
+        if bias is not None:
+            by_bias = _sum_to_weight(by_result, bias)
         if weight is not None:
-            by_weight = (by_result * normalized).sum((0, 1, 2) if weight.dim() == 1 else (0, 2)).to(weight.dtype)
+            by_weight = _sum_to_weight(by_result * normalized, weight)
             by_result = by_result * _broadcast_weight(weight)
+        if options.norm == "layer":
+            by_result = by_result - by_result.mean(dims, keepdim=True)
         by_result = inverse * (by_result - normalized * (by_result * normalized).mean(dims, keepdim=True))
-    return torch.empty_like(x).copy_(by_result), by_weight
+    return torch.empty_like(x).copy_(by_result), by_weight, by_bias
+
+
+def _sum_to_weight(x: Tensor, weight: Tensor) -> Tensor:
+    """Sum x (B, H, S, D) to the shape and dtype of weights or biases."""
+    return x.sum((0, 1, 2) if weight.dim() == 1 else (0, 2)).to(weight.dtype)
 
 
 def build_prologue(options: QKTransform, batch: int) -> Prologue:
     """Describe norm and RoPE for the quantizer's kernel. The tables have dense columns and equal strides."""
     weight, table = options.q_norm, options.cos
     norm = "" if not options.norm else "plain" if weight is None else str(weight.dtype).removeprefix("torch.")
-    across_heads = weight is not None and weight.dim() == 2
-    if table is None:
-        return Prologue(norm=norm, across_heads=across_heads, eps=options.eps)
-    return Prologue(
+    prologue = Prologue(
         norm=norm,
-        across_heads=across_heads,
+        centered=options.norm == "layer",
+        biased=options.q_norm_bias is not None,
+        across_heads=weight is not None and weight.dim() == 2,
         eps=options.eps,
+    )
+    if table is None:
+        return prologue
+    return replace(
+        prologue,
         rotary_dim=options.rope_dim,
         interleaved=options.interleaved,
         table=str(table.dtype).removeprefix("torch."),
         angle_step=2 if options.interleaved and table.shape[-1] == options.rope_dim else 1,
         table_strides=get_table_strides(table, batch),
+        table_head=table.stride(1) if table.dim() == 4 and table.shape[1] > 1 else 0,
     )
 
 
@@ -419,9 +409,9 @@ def get_table_strides(table: Tensor | None, batch: int) -> tuple[int, int]:
 
 def _parse_operator(query: Tensor, key: Tensor, value: Tensor, args: Sequence[Any]) -> tuple[QKTransform, Any]:
     """Return the transform and the other arguments of an operator, checked."""
-    options = QKTransform(*args[:8])
+    options = QKTransform(*args[:_OPTIONS])
     _check_operator(query, key, value, *options)
-    return options, args[8:]
+    return options, args[_OPTIONS:]
 
 
 def _check_operator(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> None:
@@ -440,7 +430,8 @@ def _quantize_cuda(query: Tensor, key: Tensor, value: Tensor, *args: Any) -> Any
     if query.numel() == 0 or key.numel() == 0 or values != "block":
         return cuda.quantize(*transform_both(query, key, options), value, *choices)
     options = make_readable(options)
-    return cuda.quantize_block(query, key, value, options[:4], build_prologue(options, query.shape[0]), *choices)
+    extras, prologue = options.tensors, build_prologue(options, query.shape[0])
+    return cuda.quantize_block(query, key, value, extras, prologue, *choices)
 
 
 def _quantize_fake(query: Tensor, key: Tensor, value: Tensor, *args: Any) -> tuple[Tensor, ...]:
@@ -460,30 +451,30 @@ def _block_cpu(query: Tensor, key: Tensor, value: Tensor, *args: Any) -> Tensor:
 
 def attend_block(query: Tensor, key: Tensor, value: Tensor, *args: Any) -> Tensor:
     """``torch.ops.greenfast.block`` of CUDA tensors."""
-    options = QKTransform(*args[:8])
-    check_once(_check_operator, (query, key, value, *options[:4]), options[4:])
-    cuda, choices = torch_ops.load_cuda(), args[8:]
+    options = QKTransform(*args[:_OPTIONS])
+    check_once(_check_operator, (query, key, value, *options.tensors), options[6:])
+    cuda, choices = torch_ops.load_cuda(), args[_OPTIONS:]
     if query.numel() == 0 or key.numel() == 0:
         return empty_rows(query, query.shape[3]).zero_()
     if not cuda.has_block_scales(query.get_device()):
         return cuda.sdpa(*transform_both(query, key, options), value, *choices)  # type: ignore[no-any-return]
     options = make_readable(options)
     prologue = build_prologue(options, query.shape[0])
-    return cuda.block(query, key, value, options[:4], prologue, *choices)  # type: ignore[no-any-return]
+    return cuda.block(query, key, value, options.tensors, prologue, *choices)  # type: ignore[no-any-return]
 
 
 def get_block_plan(query: Tensor, key: Tensor, value: Tensor, *args: Any) -> Any:
     """Return the launches of ``attend_block`` for such arguments, or None if they needed copies or other kernels."""
-    options = QKTransform(*args[:8])
+    options = QKTransform(*args[:_OPTIONS])
     if not _is_readable(options):
         return None
-    prologue = build_prologue(options, query.shape[0])
-    return torch_ops.load_cuda().get_block_plan(query, key, value, options[:4], prologue, *args[8:])
+    prologue, choices = build_prologue(options, query.shape[0]), args[_OPTIONS:]
+    return torch_ops.load_cuda().get_block_plan(query, key, value, options.tensors, prologue, *choices)
 
 
 def _is_readable(options: QKTransform) -> bool:
-    """Return whether the kernel can read the weights and tables."""
-    weights_fit = all(x is None or (x.is_contiguous() and is_aligned(x.data_ptr())) for x in options[:2])
+    """Return whether the kernel can read the weights, biases and tables."""
+    weights_fit = all(x is None or (x.is_contiguous() and is_aligned(x.data_ptr())) for x in options[:4])
     cos, sin = options.cos, options.sin
     if cos is None or sin is None:
         return weights_fit
@@ -495,11 +486,17 @@ def _is_readable(options: QKTransform) -> bool:
 
 
 def make_readable(options: QKTransform) -> QKTransform:
-    """Return norm and RoPE, with copies of weights and tables if the kernel cannot read one of them."""
+    """Return norm and RoPE, with copies of weights, biases and tables if the kernel cannot read one of them."""
     if _is_readable(options):
         return options
-    q_norm, k_norm, cos, sin = (x if x is None else x.clone(memory_format=torch.contiguous_format) for x in options[:4])
-    return options._replace(q_norm=q_norm, k_norm=k_norm, cos=cos, sin=sin)
+
+    def copy(x: Tensor | None) -> Tensor | None:
+        return x if x is None else x.clone(memory_format=torch.contiguous_format)
+
+    q_norm, k_norm, q_bias, k_bias, cos, sin = map(copy, options.tensors)
+    return options._replace(
+        q_norm=q_norm, k_norm=k_norm, q_norm_bias=q_bias, k_norm_bias=k_bias, cos=cos, sin=sin
+    )  # fmt: skip
 
 
 def _block_fake(query: Tensor, key: Tensor, value: Tensor, *args: Any) -> Tensor:
@@ -508,25 +505,25 @@ def _block_fake(query: Tensor, key: Tensor, value: Tensor, *args: Any) -> Tensor
 
 
 def _backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *args: Any) -> tuple[Tensor, ...]:
-    """Compute the gradients of Q, K, V and the weights (empty without): PyTorch recomputes norm and RoPE."""
-    options = QKTransform(*args[:8])
-    causal, scale = args[9:]
+    """Compute the gradients of Q, K, V, weights and biases (empty without): PyTorch recomputes norm and RoPE."""
+    options = QKTransform(*args[:_OPTIONS])
+    _, causal, scale = args[_OPTIONS:]
     attention_backward = sdpa_backward if query.is_cuda else reference.compute_gradients
     q, k = transform_both(query, key, options)
     grad_q, grad_k, by_value = attention_backward(grad, q, k, value, causal, scale)
-    by_query, by_q_norm = _transform_backward(grad_q, query, options.q_norm, options)
-    by_key, by_k_norm = _transform_backward(grad_k, key, options.k_norm, options)
-    return by_query, by_key, by_value, by_q_norm, by_k_norm
+    by_query, by_q_norm, by_q_bias = _transform_backward(grad_q, query, options.q_norm, options.q_norm_bias, options)
+    by_key, by_k_norm, by_k_bias = _transform_backward(grad_k, key, options.k_norm, options.k_norm_bias, options)
+    return by_query, by_key, by_value, by_q_norm, by_k_norm, by_q_bias, by_k_bias
 
 
 def _backward_fake(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *args: Any) -> tuple[Tensor, ...]:
-    weights = (grad.new_empty(0) if x is None else torch.empty_like(x) for x in args[:2])
+    weights = (grad.new_empty(0) if x is None else torch.empty_like(x) for x in args[:4])
     return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), *weights
 
 
 _CHOICES = "str precision, bool blocks, str values, bool key_mean, bool rotate"
 _ATTENTION = "str precision, int causal, float scale"
-_FIVE, _SEVEN = (f"({', '.join(['Tensor'] * n)})" for n in (_TENSORS, 7))
+_SEVEN = f"({', '.join(['Tensor'] * 7)})"
 _REFUSED = "greenfast.quantize: no gradient flows to codes; greenfast.attention_block has gradients"
 for _name, _schema, _cpu, _cuda, _fake, _refusal in (
     (
@@ -534,8 +531,8 @@ for _name, _schema, _cpu, _cuda, _fake, _refusal in (
         _REFUSED,
     ),
     (
-        "block_backward", f"(Tensor grad, {_ARGUMENTS}, {_ATTENTION}) -> {_FIVE}", _backward, _backward, _backward_fake,
-        "greenfast.attention_block: its gradients are not differentiable",
+        "block_backward", f"(Tensor grad, {_ARGUMENTS}, {_ATTENTION}) -> {_SEVEN}",
+        _backward, _backward, _backward_fake, "greenfast.attention_block: its gradients are not differentiable",
     ),
     ("block", f"({_ARGUMENTS}, {_ATTENTION}) -> Tensor", _block_cpu, attend_block, _block_fake, None),
 ):  # fmt: skip

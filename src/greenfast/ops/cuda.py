@@ -118,14 +118,16 @@ def build_quantize_steps(
     if prologue is None or not prologue.across_heads:
         return (quantizing,)
     sizes, strides = get_sizes(query.shape, key.shape), Strides(query.stride()[:3], key.stride()[:3])
-    return LaunchStep(qkv.norms_kernel(config), qkv.norms_launch(config, sizes, strides, prologue.eps)), quantizing
+    kernel = qkv.norms_kernel(config, centered=prologue.centered)
+    return LaunchStep(kernel, qkv.norms_launch(config, sizes, strides, prologue.eps)), quantizing
 
 
 def _get_norm_bytes(query: Tensor, key: Tensor, prologue: qkv.Prologue | None) -> dict[str, int]:
     """Return the bytes of the buffers between these launches."""
     if prologue is None or not prologue.across_heads:
         return {}
-    return {f"{name}_inverse": 4 * x.shape[0] * x.shape[2] for name, x in (("q", query), ("k", key))}
+    of_row = 8 if prologue.centered else 4
+    return {f"{name}_moments": of_row * x.shape[0] * x.shape[2] for name, x in (("q", query), ("k", key))}
 
 
 def _get_joined_sizes(query: Tensor, key: Tensor, prologue: qkv.Prologue | None) -> Sizes:
@@ -197,7 +199,7 @@ def quantize_block(
 ) -> tuple[Tensor, ...]:
     """``torch.ops.greenfast.quantize_block`` of CUDA tensors that are not empty, with scales of blocks.
 
-    extras: the weights of the norms, cos and sin, or None. The tensors are checked. choices: as for ``quantize``.
+    extras: weights and biases of norms, cos and sin, or None. The tensors are checked. choices: as for ``quantize``.
     """
     return _quantize(query, key, value, prologue, choices, extras)
 

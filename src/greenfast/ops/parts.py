@@ -1,7 +1,7 @@
 """The attention block of a sequence in two parts, such as text and image tokens: arguments and operators.
 
 Each part has tensors, norm weights and RoPE tables of its own. The quantizer reads both in place, so that neither norm
-and RoPE nor the joined tensors are written to memory. Other calls with parts are joined by ``block.simplify``.
+and RoPE nor the joined tensors are written to memory. Other calls with parts are joined by ``block.join_parts``.
 """
 
 from __future__ import annotations
@@ -56,12 +56,13 @@ class SequencePart(NamedTuple):
 class TwoParts(NamedTuple):
     """Both parts of a sequence, and the options of norm and RoPE that they share.
 
-    own_tables: whether each part has tables of its own, or none. Else the tables of ``first`` span the sequence.
+    norm: "rms", or "" without a norm. own_tables: whether each part has tables of its own, or none. Else the tables of
+    ``first`` span the sequence.
     """
 
     first: SequencePart
     second: SequencePart
-    norm: bool
+    norm: str
     eps: float
     rope_dim: int
     interleaved: bool
@@ -148,7 +149,7 @@ def list_tensors(args: RowArguments) -> tuple[Any, ...] | None:
 
 
 def parse_parts(args: RowArguments) -> TwoParts | None:
-    """Return the checked parts of a call, or None if no kernel reads them: ``simplify`` joins these or raises.
+    """Return the checked parts of a call, or None if no kernel reads them: ``join_parts`` joins these or raises.
 
     Raises TypeError and ValueError that name the argument.
     """
@@ -166,7 +167,7 @@ def parse_parts(args: RowArguments) -> TwoParts | None:
     width = 0
     if has_tables:
         width = listed[0].shape[3] if args.rope_dim is None else parse_length("rope_dim", args.rope_dim)
-    norm = listed[3] is not None
+    norm = "" if listed[3] is None else "rms"
     parts = _unflatten([*tensors, norm, eps, width, args.rope_interleaved, listed[_TENSORS]])
     if _find_mismatch(parts):
         return None
@@ -214,15 +215,20 @@ def check_parts(parts: TwoParts) -> None:
     for part in parts.both:
         own = parts.own_tables and part.cos is not None
         cos, sin = (part.cos, part.sin) if own else (None, None)
-        options = QKTransform(
-            part.q_norm, part.k_norm, cos, sin, parts.norm, parts.eps, parts.rope_dim if own else 0, parts.interleaved
-        )
-        check_transform(part.query, part.key, options)
+        options = _build_options(parts, part, cos, sin)
+        check_transform(part.query, part.key, options if own else options._replace(rope_dim=0))
     if not parts.own_tables:
         one = parts.first.query.new_empty(1, 1, 1, 1)
         query, key = one.expand(parts.query_shape), one.expand(parts.key_shape)
         tables = (parts.first.cos, parts.first.sin)
-        check_transform(query, key, QKTransform(None, None, *tables, False, 0.0, parts.rope_dim, parts.interleaved))
+        check_transform(
+            query, key, QKTransform(None, None, None, None, *tables, "", 0.0, parts.rope_dim, parts.interleaved)
+        )
+
+
+def _build_options(parts: TwoParts, part: SequencePart, cos: Tensor | None, sin: Tensor | None) -> QKTransform:
+    """Return norm and RoPE of a part with these tables."""
+    return QKTransform(part.q_norm, part.k_norm, None, None, cos, sin, *parts[2:6])
 
 
 def _check_flat(*args: Any) -> None:
@@ -241,10 +247,7 @@ def get_options(parts: TwoParts) -> tuple[QKTransform, QKTransform]:
             x if x[0] is not None else _make_angles_of_0(like, part.query.shape[2])
             for x, part in zip(tables, parts.both, strict=True)
         ]
-    first, second = (
-        QKTransform(part.q_norm, part.k_norm, cos, sin, *parts[2:6])
-        for part, (cos, sin) in zip(parts.both, tables, strict=True)
-    )
+    first, second = (_build_options(parts, part, cos, sin) for part, (cos, sin) in zip(parts.both, tables, strict=True))
     return first, second
 
 
@@ -256,13 +259,13 @@ def _make_angles_of_0(like: Tensor, rows: int) -> tuple[Tensor, Tensor]:
 def transform_query(parts: TwoParts) -> list[Tensor]:
     """Normalize and rotate the query of each part by PyTorch."""
     both = zip(parts.both, get_options(parts), strict=True)
-    return [transform(part.query, part.q_norm, options) for part, options in both]
+    return [transform(part.query, part.q_norm, None, options) for part, options in both]
 
 
 def join_transformed(parts: TwoParts) -> tuple[Tensor, Tensor, Tensor]:
     """Normalize and rotate each part by PyTorch, and join them."""
     both = zip(parts.both, get_options(parts), strict=True)
-    key = [transform(part.key, part.k_norm, options) for part, options in both]
+    key = [transform(part.key, part.k_norm, None, options) for part, options in both]
     return join_rows(transform_query(parts)), join_rows(key), join_rows([part.value for part in parts.both])
 
 
@@ -270,9 +273,9 @@ def _make_readable(parts: TwoParts) -> TwoParts:
     """Return the parts, with copies of tensors that the kernel cannot read in place; the same object without copies."""
 
     def make(part: SequencePart) -> SequencePart:
-        options = QKTransform(*part[3:], parts.norm, parts.eps, parts.rope_dim, parts.interleaved)
+        options = make_readable(_build_options(parts, part, part.cos, part.sin))
         query, key, value = (make_tma_compatible(x) for x in part[:3])
-        return SequencePart(query, key, value, *make_readable(options)[:4])
+        return SequencePart(query, key, value, options.q_norm, options.k_norm, options.cos, options.sin)
 
     made = [make(part) for part in parts.both]
     pairs = [(x, y) for part, copy in zip(parts.both, made, strict=True) for x, y in zip(part, copy, strict=True)]
@@ -283,7 +286,7 @@ def build_parts_prologue(parts: TwoParts) -> Prologue:
     """Describe parts, norm and RoPE for the quantizer's kernel. The kernel can read all tensors."""
     first, second = parts.both
     rotated = first if first.cos is not None else second
-    options = QKTransform(first.q_norm, first.k_norm, rotated.cos, rotated.sin, *parts[2:6])
+    options = _build_options(parts, first, rotated.cos, rotated.sin)
     batch = first.query.shape[0]
     return replace(
         build_prologue(options, batch),
@@ -368,7 +371,7 @@ def _format_part(prefix: str) -> str:
 
 
 _ARGUMENTS = (
-    f"{_format_part('')}, {_format_part('second_')}, bool norm, float norm_eps, int rope_dim, bool rope_interleaved, "
+    f"{_format_part('')}, {_format_part('second_')}, str norm, float norm_eps, int rope_dim, bool rope_interleaved, "
     "bool own_tables"
 )
 for _name, _schema, _cpu, _cuda, _fake, _refusal in (

@@ -278,7 +278,7 @@ def _explain_forward(
         names = " and ".join(name for name, x in (("norm", q_norm), ("RoPE", rope)) if x is not None)
         padding = kv_lengths is not None or (isinstance(attn_mask, Tensor) and attn_mask.shape[-2] == 1)
         masked_grad = query.requires_grad and (attn_mask is not None or window != (-1, -1))
-        fused = explanation.kernel == "hopper" and norm == "rms" and not padding and not masked_grad
+        fused = explanation.kernel == "hopper" and not padding and not masked_grad
         by = "in the pass that quantizes Q, K and V" if fused else "by PyTorch, before quantization"
         return Explanation(explanation.kernel, f"{explanation.reason}; {names} {by}", explanation.precision)
     check_choice("precision", precision, SDPA_PRECISIONS)

@@ -22,8 +22,8 @@ from greenfast.ops.block import (
     RowArguments,
     attend_block,
     get_block_plan,
+    join_parts,
     parse_transform,
-    simplify,
     transform,
     transform_both,
 )
@@ -93,7 +93,7 @@ Biases = Tensor | Sequence[Tensor | None] | None
 #: For subclasses of Tensor, modes, and the tracing of torch.fx.
 _call_torch_function: Any = handle_torch_function
 #: Plans of calls that skipped the dispatcher.
-SDPA_CACHE, BLOCK_CACHE, PARTS_CACHE = CallCache(3), CallCache(7), CallCache(14)
+SDPA_CACHE, BLOCK_CACHE, PARTS_CACHE = CallCache(3), CallCache(9), CallCache(14)
 _NO_MEAN_SCORES = (
     "return_lse: these codes lack the contribution of the keys' mean to the scores; quantize with log_sum_exp=True, or "
     "with subtract_key_mean=False"
@@ -519,7 +519,7 @@ def quantize(
     """
     check_choice("precision", precision, PRECISIONS)
     parts = None
-    if norm != "rms" or not _is_simple(query, key, value, rope, q_norm_bias, k_norm_bias):
+    if _has_parts(query, key, value):
         row = RowArguments(
             query, key, value, q_norm, k_norm, norm, q_norm_bias, k_norm_bias, norm_eps, rope, rope_dim,
             rope_interleaved,
@@ -527,14 +527,14 @@ def quantize(
         listed = list_tensors(row)
         parts = parse_parts(row) if listed is not None and _may_fuse_parts(listed) else None
         if parts is None:
-            row = simplify(row)
+            row = join_parts(row)
             query, key, value, q_norm, k_norm, norm, q_norm_bias, k_norm_bias, norm_eps, rope, rope_dim, _ = row
     if parts is None and has_torch_function_variadic(query, key, value):
         return _call_torch_function(  # type: ignore[no-any-return]
             quantize, (query, key, value), query, key, value, precision=precision, scales=scales,
             value_scales=value_scales, subtract_key_mean=subtract_key_mean, rotate=rotate, log_sum_exp=log_sum_exp,
-            q_norm=q_norm, k_norm=k_norm, norm_eps=norm_eps, rope=rope, rope_dim=rope_dim,
-            rope_interleaved=rope_interleaved,
+            q_norm=q_norm, k_norm=k_norm, norm=norm, q_norm_bias=q_norm_bias, k_norm_bias=k_norm_bias,
+            norm_eps=norm_eps, rope=rope, rope_dim=rope_dim, rope_interleaved=rope_interleaved,
         )  # fmt: skip
     check_choice("scales", scales, ("block", "head"))
     check_flag("subtract_key_mean", subtract_key_mean)
@@ -547,14 +547,16 @@ def quantize(
         return _quantize_parts(parts, choices, log_sum_exp)
     query, key, value = cast(Tensor, query), cast(Tensor, key), cast(Tensor, value)
     check_tensors(query, key, value)
-    options = parse_transform(query, key, q_norm, k_norm, norm_eps, rope, rope_dim, rope_interleaved)
+    options = parse_transform(
+        query, key, q_norm, k_norm, norm, q_norm_bias, k_norm_bias, norm_eps, rope, rope_dim, rope_interleaved
+    )
     if options is None:
         tensors = torch_ops.QUANTIZE(query, key, value, *choices)
     else:
         tensors = QUANTIZE_BLOCK(query, key, value, *options, *choices)
     mean_scores = None
     if log_sum_exp and subtract_key_mean:
-        transformed = query if options is None else transform(query, options.q_norm, options)
+        transformed = query if options is None else transform(query, options.q_norm, options.q_norm_bias, options)
         mean_scores = torch_ops.MEAN_SCORES(transformed, tensors[-1], rotate)
     return _build_quantized(tensors, choices, query, key.shape[2], mean_scores)
 
@@ -659,21 +661,22 @@ def attention_block(
     are arbitrary, D is a multiple of 8 up to 256. is_causal, scale, precision, causal_alignment, attn_mask,
     return_lse, window, softcap, sinks, kv_lengths, skip_threshold: as for ``sdpa``. (B, S, H, D) and slices of one
     packed projection are read in place: pass ``x.transpose(1, 2)``.
-    q_norm, k_norm: RMSNorm of each head of Q and K, before everything else: weights (D,) of float32, bfloat16 or
+    q_norm, k_norm: a norm of each head of Q and K, before everything else: weights (D,) of float32, bfloat16 or
     float16, True for a norm without weights, or None. With weights (H, D) and (HK, D) each norm is over all heads, at
-    one more pass over Q and K. Both are of one kind and dtype. norm_eps: added to the mean of the squares. rope: (cos,
-    sin), then a rotary embedding of the first ``rope_dim`` columns, by default all. The tables are (S, T) or (B, S,
-    T), of one of these dtypes, with a row for each token; S and KV must be equal. T is rope_dim / 2, the angles, or
+    one more pass over Q and K. Both are of one kind and dtype. norm: "rms" for RMSNorm, "layer" for LayerNorm.
+    q_norm_bias, k_norm_bias: biases of LayerNorm, of the shape and dtype of the weights, or None. norm_eps: added to
+    the mean of the squares. rope: (cos, sin), then a rotary embedding of the first ``rope_dim`` columns, by default
+    all. The tables are (S, T), (B, S, T), or with tables of each head (B, H, S, T), of one of these dtypes, with a row
+    for each token; S and KV must be equal, with tables of each head H and HK too. T is rope_dim / 2, the angles, or
     rope_dim: models store each angle twice, and the second copy is not read. Columns i and i + rope_dim / 2 are
     rotated by angle i, with rope_interleaved columns 2 i and 2 i + 1. Norm and RoPE are computed in float32, and the
     result of each is rounded to the dtype of the tensors, as in two PyTorch operators.
-    norm: "rms", or "layer" for LayerNorm, with ``q_norm_bias`` and ``k_norm_bias`` of the shape of the weights.
     Parts of a sequence, such as text and image tokens: query, key and value may each be a list of tensors (B, H, S_i,
     D), joined in this order. Norms and biases are then lists too, or one for all; rope is one pair for the whole
     sequence, or a list of pairs, with None for a part that is not rotated. The pass reads two parts in place, each with
-    norm weights (D,) and tables of its own. PyTorch joins others by a copy, after their norms: more than two, and two
-    with norms over all heads or of different kinds, or with tables of different dtypes or widths. No kernel computes
-    LayerNorm and tables with a head dimension, (B, H, S, T): PyTorch does, before the pass.
+    RMSNorm weights (D,) and tables of its own. PyTorch joins others by a copy, after norms of their own: more than two,
+    and two with LayerNorm, with norms over all heads or of different kinds, with tables of each head, or with tables of
+    different dtypes or widths.
 
     Returns (B, H, S, D) of the inputs' dtype, in the memory order of query, and with ``return_lse`` also the
     log-sum-exp, float32 (B, H, S). With a mask or ``return_lse`` the same pass quantizes, and the kernel of masks
@@ -683,7 +686,7 @@ def attention_block(
     recomputes them.
     Raises TypeError, ValueError and NotImplementedError as ``quantize`` and ``sdpa`` do, and name the argument.
     """
-    if norm != "rms" or not _is_simple(query, key, value, rope, q_norm_bias, k_norm_bias):
+    if _has_parts(query, key, value):
         row = RowArguments(
             query, key, value, q_norm, k_norm, norm, q_norm_bias, k_norm_bias, norm_eps, rope, rope_dim,
             rope_interleaved,
@@ -694,14 +697,15 @@ def attention_block(
         )
         if result is not None:
             return result
-        row = simplify(row)
+        row = join_parts(row)
         query, key, value, q_norm, k_norm, norm, q_norm_bias, k_norm_bias, norm_eps, rope, rope_dim, _ = row
     if has_torch_function_variadic(query, key, value):
         return _call_torch_function(  # type: ignore[no-any-return]
             attention_block, (query, key, value), query, key, value, is_causal, scale, precision=precision,
-            causal_alignment=causal_alignment, q_norm=q_norm, k_norm=k_norm, norm_eps=norm_eps, rope=rope,
-            rope_dim=rope_dim, rope_interleaved=rope_interleaved, attn_mask=attn_mask, return_lse=return_lse,
-            window=window, softcap=softcap, sinks=sinks, kv_lengths=kv_lengths, skip_threshold=skip_threshold,
+            causal_alignment=causal_alignment, q_norm=q_norm, k_norm=k_norm, norm=norm, q_norm_bias=q_norm_bias,
+            k_norm_bias=k_norm_bias, norm_eps=norm_eps, rope=rope, rope_dim=rope_dim, rope_interleaved=rope_interleaved,
+            attn_mask=attn_mask, return_lse=return_lse, window=window, softcap=softcap, sinks=sinks,
+            kv_lengths=kv_lengths, skip_threshold=skip_threshold,
         )  # fmt: skip
     scores = NO_OPTIONS
     if not are_defaults(window, softcap, sinks, kv_lengths, skip_threshold):
@@ -714,9 +718,12 @@ def attention_block(
     if repeats:
         if not torch.is_grad_enabled():  # the cache takes tensors of one type
             q_norm, k_norm = (x.detach() if isinstance(x, torch.nn.Parameter) else x for x in (q_norm, k_norm))
+            q_norm_bias, k_norm_bias = (
+                x.detach() if isinstance(x, torch.nn.Parameter) else x for x in (q_norm_bias, k_norm_bias)
+            )
         request = (
-            query, key, value, q_norm, k_norm, *(rope or (None, None)), is_causal, scale, precision, causal_alignment,
-            norm_eps, rope_dim, rope_interleaved,
+            query, key, value, q_norm, k_norm, q_norm_bias, k_norm_bias, *(rope or (None, None)), is_causal, scale,
+            precision, causal_alignment, norm, norm_eps, rope_dim, rope_interleaved,
         )  # fmt: skip
         replayed = replay(BLOCK_CACHE, request, query)
         if replayed is not None:
@@ -726,9 +733,11 @@ def attention_block(
     query, key, value = _cast_for_autocast(cast(Tensor, query), cast(Tensor, key), cast(Tensor, value))
     check_tensors(query, key, value)
     factor = parse_scale(scale, query.shape[3])
-    options = parse_transform(query, key, q_norm, k_norm, norm_eps, rope, rope_dim, rope_interleaved)
+    options = parse_transform(
+        query, key, q_norm, k_norm, norm, q_norm_bias, k_norm_bias, norm_eps, rope, rope_dim, rope_interleaved
+    )
     needs_grad = torch.is_grad_enabled() and any(
-        isinstance(x, Tensor) and x.requires_grad for x in (query, key, value, q_norm, k_norm)
+        isinstance(x, Tensor) and x.requires_grad for x in (query, key, value, q_norm, k_norm, q_norm_bias, k_norm_bias)
     )
     fused = options is not None and not ACTIVE and query.numel() > 0 and key.numel() > 0
     fused = fused and not needs_grad and kv_lengths is None
@@ -736,8 +745,8 @@ def attention_block(
         spec = make_spec(attn_mask, causal, scores, query.shape[2], key.shape[2], query.shape[0])
         codes = quantize(
             query, key, value, precision=precision, subtract_key_mean=has_key_mean(scores.softcap, scores.sinks),
-            log_sum_exp=return_lse, q_norm=q_norm, k_norm=k_norm, norm_eps=norm_eps, rope=rope, rope_dim=rope_dim,
-            rope_interleaved=rope_interleaved,
+            log_sum_exp=return_lse, q_norm=q_norm, k_norm=k_norm, norm=norm, q_norm_bias=q_norm_bias,
+            k_norm_bias=k_norm_bias, norm_eps=norm_eps, rope=rope, rope_dim=rope_dim, rope_interleaved=rope_interleaved,
         )  # fmt: skip
         return _attend_codes(codes, spec, scores, causal, factor, return_lse)  # type: ignore[no-any-return]
     if options is None or ACTIVE or masked:
@@ -750,11 +759,11 @@ def attention_block(
             kv_lengths=kv_lengths, skip_threshold=skip_threshold,
         )  # fmt: skip
     args = (query, key, value, *options, precision, causal, factor)
-    if torch_ops.can_skip_dispatcher(query, key, value, *[x for x in options[:2] if x is not None]):
+    if torch_ops.can_skip_dispatcher(query, key, value, *[x for x in options[:4] if x is not None]):
         out = attend_block(*args)
         plan = get_block_plan(*args)
         if repeats and plan is not None:
-            BLOCK_CACHE.put(request, CachedLaunch(plan, build_allocator(query, query.dtype, plan.out_strides), 7))
+            BLOCK_CACHE.put(request, CachedLaunch(plan, build_allocator(query, query.dtype, plan.out_strides), 9))
         return out
     return BLOCK(*args)  # type: ignore[no-any-return]
 
@@ -765,7 +774,7 @@ def _attend_two_parts(
 ) -> Tensor | tuple[Tensor, Tensor] | None:  # fmt: skip
     """Compute ``attention_block`` of a sequence in two parts by the pass that reads both in place.
 
-    options: window, softcap, sinks, kv_lengths and skip_threshold. Returns None if ``simplify`` must join the parts:
+    options: window, softcap, sinks, kv_lengths and skip_threshold. Returns None if ``join_parts`` must join them:
     for gradients, inside a context_parallel, with padding, and for parts that no kernel reads.
     """
     listed = list_tensors(row)
@@ -815,15 +824,9 @@ def _attend_two_parts(
     return out
 
 
-def _is_simple(query: Any, key: Any, value: Any, rope: Any, *biases: Any) -> bool:
-    """Return whether ``simplify`` would change nothing: tensors, no biases, and tables without a head dimension."""
-    return (
-        not isinstance(query, list | tuple)
-        and not isinstance(key, list | tuple)
-        and not isinstance(value, list | tuple)
-        and biases == (None, None)
-        and not (isinstance(rope, list | tuple) and any(isinstance(x, Tensor) and x.dim() == 4 for x in rope))
-    )
+def _has_parts(query: Any, key: Any, value: Any) -> bool:
+    """Return whether one of the inputs is a list of parts of the sequence."""
+    return isinstance(query, list | tuple) or isinstance(key, list | tuple) or isinstance(value, list | tuple)
 
 
 def _has_code_form(mask: Any, causal: int, query_shape: Sequence[int], key_shape: Sequence[int]) -> bool:

@@ -39,8 +39,9 @@ __device__ __forceinline__ RowsPrologue<Cfg> prologue_of(const QuantizeParams& p
   if constexpr (Cfg::kPrologue) {
     const PrologueInput& input = p.prologue;
     const int heads = of_q ? p.heads : p.kv_heads, batch = head_index / heads, head = head_index % heads;
-    if (of_q) return {input, input.q_weight, input.second_q_weight, input.q_inverse, batch, head, p.q_len};
-    return {input, input.k_weight, input.second_k_weight, input.k_inverse, batch, head, p.kv_len};
+    if (of_q)
+      return {input, input.q_weight, input.q_bias, input.second_q_weight, input.q_moments, batch, head, p.q_len};
+    return {input, input.k_weight, input.k_bias, input.second_k_weight, input.k_moments, batch, head, p.kv_len};
   } else {
     return {};
   }

@@ -70,19 +70,23 @@ class SecondPart:
 
 @dataclass(frozen=True, kw_only=True)
 class Prologue:
-    """RMSNorm and rotary embedding of Q and K, before their quantization in the same kernel.
+    """RMSNorm or LayerNorm and rotary embedding of Q and K, before their quantization in the same kernel.
 
     norm: "" for none, "plain" for one without weights, or the dtype of the weights, buffers ``q_weight`` and
-    ``k_weight``, (columns,). across_heads: the norm is over all heads, weights are (heads, columns), and the buffers
-    ``q_inverse`` and ``k_inverse``, float32 (batch, length), come from ``norms_kernel``. eps: added to the mean of the
-    squares. rotary_dim: columns that are rotated, even; 0 for
-    none. interleaved: columns 2 j and 2 j + 1 are rotated together, else j and j + rotary_dim / 2. table: the dtype of
-    the buffers ``cos`` and ``sin``. angle_step: distance of a row's angles in a table, 1 or 2. table_strides: of batch
-    and row, in elements; the addresses of the tables are multiples of 16 bytes. second: the second part of the
-    sequences, if they have two; not with across_heads.
+    ``k_weight``, (columns,). centered: it is LayerNorm, else RMSNorm. biased: it has biases like the weights, buffers
+    ``q_bias`` and ``k_bias``. across_heads: the norm is over all heads, weights are (heads, columns), and the buffers
+    ``q_moments`` and ``k_moments``, float32 (batch, length), with ``centered`` (batch, length, 2), come from
+    ``norms_kernel``. eps: added to the mean of the squares. rotary_dim: columns that are rotated, even; 0 for none.
+    interleaved: columns 2 j and 2 j + 1 are rotated together, else j and j + rotary_dim / 2. table: the dtype of the
+    buffers ``cos`` and ``sin``. angle_step: distance of a row's angles in a table, 1 or 2. table_strides: of batch and
+    row, in elements; the addresses of the tables are multiples of 16 bytes. table_head: the stride of head; 0 if heads
+    share tables. Otherwise Q has as many heads as K. second: the second part of the sequences, if they have two; not
+    with biased, across_heads and table_head.
     """
 
     norm: str = ""
+    centered: bool = False
+    biased: bool = False
     across_heads: bool = False
     eps: float = 0.0
     rotary_dim: int = 0
@@ -90,13 +94,14 @@ class Prologue:
     table: str = "float32"
     angle_step: int = 1
     table_strides: tuple[int, int] = (0, 0)
+    table_head: int = 0
     second: SecondPart | None = None
 
     @property
     def angle_vector(self) -> int:
         """The angles of an aligned access: a power of two that divides all strides, up to 16 bytes."""
         count = 4 if self.table == "float32" else 8
-        strides = self.table_strides + (self.second.table_strides if self.second else ())
+        strides = (*self.table_strides, self.table_head, *(self.second.table_strides if self.second else ()))
         while any(stride % count for stride in strides):
             count //= 2
         return count
@@ -105,7 +110,8 @@ class Prologue:
         """Return the members of Cfg."""
         weighted = self.norm not in ("", "plain")
         flags = {"Norm": bool(self.norm), "Weighted": weighted, "Interleaved": self.interleaved}
-        flags["AcrossHeads"] = self.across_heads
+        flags |= {"Centered": self.centered, "Biased": self.biased, "AcrossHeads": self.across_heads}
+        flags["HeadTables"] = self.table_head != 0
         flags["OwnTables"] = self.second is not None and self.second.has_tables is not None
         numbers = {"RotaryDim": self.rotary_dim, "AngleStep": self.angle_step, "AngleVector": self.angle_vector}
         numbers["AngleRowBytes"] = self._count_row_bytes(self.tile_angle)
@@ -148,11 +154,11 @@ class Prologue:
         return ROW_BLOCK * head_dim * 2 + exchanged + max(self.tile_angle_bytes, means)
 
     def buffers(self) -> tuple[str, ...]:
-        """Return the names of its buffers: weights, tables, then tensors, weights and tables of a second part."""
+        """Return the names of its buffers: weights, biases, tables, then those of a second part with its tensors."""
         weights = () if self.norm in ("", "plain") else ("q_weight", "k_weight")
         tables = ("cos", "sin") if self.rotary_dim else ()
         if self.second is None:
-            return (*weights, *tables)
+            return (*weights, *(("q_bias", "k_bias") if self.biased else ()), *tables)
         has_first, has_second = self.second.has_tables or (True, False)
         of_second = (*weights, *(tables if has_second else ()))
         return (
@@ -167,12 +173,14 @@ class Prologue:
         def point_to(*buffers: str) -> tuple[Argument, ...]:
             return tuple(name if name in names else np.int64(0) for name in buffers)
 
-        inverses: tuple[Argument, ...] = (np.int64(0), np.int64(0))
+        moments: tuple[Argument, ...] = (np.int64(0), np.int64(0))
         if self.across_heads:
-            inverses = ("q_inverse", "k_inverse")
+            moments = ("q_moments", "k_moments")
         strides = (np.int64(n) for n in self.table_strides)
         weights, tables = point_to("q_weight", "k_weight"), point_to("cos", "sin")
-        own = (*weights, np.float32(self.eps), *tables, *strides, *inverses)
+        own: tuple[Argument, ...] = (*weights, np.float32(self.eps), *tables, *strides, *moments)
+        own = (*own, *(("q_bias", "k_bias") if self.biased else ()))
+        own = (*own, *((np.int64(self.table_head),) if self.table_head else ()))
         if self.second is None:
             return own
         second = self.second
@@ -188,7 +196,7 @@ class Prologue:
 
 _PROLOGUE_PARAMETERS = (
     ", const void* q_weight, const void* k_weight, float eps, const void* cos, const void* sin, long long table_batch, "
-    "long long table_row, const float* q_inverse, const float* k_inverse"
+    "long long table_row, const float* q_moments, const float* k_moments"
 )
 _SECOND_PARAMETERS = (
     ", const void* second_q_weight, const void* second_k_weight, const void* second_cos, const void* second_sin, "
@@ -212,14 +220,16 @@ def key_tiles(sizes: Sizes) -> int:
 def choose_sharing(config: AttentionConfig, sizes: Sizes, prologue: Prologue | None = None) -> Sharing:
     """Choose the tiles and heads of a block.
 
-    Without rotary embedding ``key_tiles`` of one head. With it several heads, because the angles of a row are the same
-    for all: read once for each head they would be most of the traffic.
+    Without rotary embedding ``key_tiles`` of one head. With it several heads, if the angles of a row are the same for
+    all: read once for each head they would be most of the traffic.
     """
     tiles = sizes.batch * sizes.kv_heads * _tiles(sizes.kv_len)
     all_tiles = 2 * tiles + sizes.batch * sizes.heads * _tiles(sizes.q_len)
     per_place = all_tiles // (_MULTIPROCESSORS * _BLOCKS[config.head_dim])
     share = next((share for least, share in _SHARES.items() if per_place >= least), None)
-    if prologue is None or not prologue.rotary_dim or prologue.tile_angle_bytes > _ANGLE_BYTES or share is None:
+    if prologue is None or not prologue.rotary_dim or prologue.table_head or share is None:
+        return Sharing(key_tiles(sizes), 1, 1, False)
+    if prologue.tile_angle_bytes > _ANGLE_BYTES:
         return Sharing(key_tiles(sizes), 1, 1, False)
     most_tiles, key_heads, query_heads = share
     return Sharing(
@@ -278,7 +288,13 @@ def kernel(
         more, chosen = f"{more}, const int* kv_rows", f"{chosen}, kv_rows"
     if prologue is not None:
         more = f"{more}{_PROLOGUE_PARAMETERS}"
-        members = "q_weight, k_weight, eps, cos, sin, table_batch, table_row, q_inverse, k_inverse"
+        members = "q_weight, k_weight, eps, cos, sin, table_batch, table_row, q_moments, k_moments"
+        if prologue.biased:
+            more = f"{more}, const void* q_bias, const void* k_bias"
+        if prologue.table_head:
+            more = f"{more}, long long table_head"
+        members = f"{members}, {'q_bias, k_bias' if prologue.biased else 'nullptr, nullptr'}"
+        members = f"{members}, {'table_head' if prologue.table_head else '0'}"
         if prologue.second is not None:
             more = f"{more}{_SECOND_PARAMETERS}"
             members = f"{members}, second_q_weight, second_k_weight, second_cos, second_sin"
@@ -363,22 +379,25 @@ def launch(
     )
 
 
-def norms_kernel(config: AttentionConfig) -> KernelSource:
-    """Render the kernel that computes the inverse root mean squares of the rows of Q and K over all heads."""
+def norms_kernel(config: AttentionConfig, *, centered: bool = False) -> KernelSource:
+    """Render the kernel that computes the moments of the rows of Q and K over all heads.
+
+    centered: of LayerNorm, else of RMSNorm.
+    """
     source = f"""#include "quantize/row_norms.cuh"
 
 struct Cfg {{
   static constexpr int kColumns = {config.columns};
-  static constexpr bool kGathered = false, kParts = false;
+  static constexpr bool kCentered = {str(centered).lower()}, kGathered = false, kParts = false;
   using In = {CUDA_TYPES[config.dtype]};
 }};
 
 extern "C" __global__ void __launch_bounds__({_NORM_THREADS})
 compute_row_norms(const void* q, const void* k, long long q_batch, long long q_head, long long q_row,
-                  long long k_batch, long long k_head, long long k_row, float* q_inverse, float* k_inverse, float eps,
+                  long long k_batch, long long k_head, long long k_row, float* q_moments, float* k_moments, float eps,
                   int batch, int heads, int kv_heads, int q_len, int kv_len) {{
-  greenfast::compute_row_norms<Cfg>({{{{q, q_batch, q_head, q_row}}, {{k, k_batch, k_head, k_row}}, q_inverse,
-                                     k_inverse, eps, batch, heads, kv_heads, q_len, kv_len}});
+  greenfast::compute_row_norms<Cfg>({{{{q, q_batch, q_head, q_row}}, {{k, k_batch, k_head, k_row}}, q_moments,
+                                     k_moments, eps, batch, heads, kv_heads, q_len, kv_len}});
 }}
 """
     return make_source("compute_row_norms", source, _NORM_THREADS)
@@ -396,7 +415,7 @@ def norms_launch(config: AttentionConfig, sizes: Sizes, strides: Strides, eps: f
         args=(
             *("q", "k"),
             *(np.int64(stride) for stride in tensor_strides),
-            *("q_inverse", "k_inverse"),
+            *("q_moments", "k_moments"),
             np.float32(eps),
             *(np.int32(n) for n in (sizes.batch, sizes.heads, sizes.kv_heads, sizes.q_len, sizes.kv_len)),
         ),

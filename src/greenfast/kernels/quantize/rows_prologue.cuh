@@ -1,4 +1,5 @@
-// RMSNorm and rotary embedding (RoPE) of rows of Q and K in registers, between their load and their quantization.
+// RMSNorm or LayerNorm and rotary embedding (RoPE) of rows of Q and K in registers, between their load and their
+// quantization.
 //
 // Both are computed in float32, and each result is rounded to the input's type, as two separate passes would. A thread
 // holds columns 32 i + 8 (t % 4) .. + 7 of rows t / 4 and t / 4 + 8 (t: its lane), for all i as RowsTransform needs
@@ -13,12 +14,13 @@
 namespace greenfast {
 
 struct PrologueInput {
-  const void *q_weight, *k_weight;   // (kColumns,), with kAcrossHeads (heads, kColumns); with kWeighted
-  float eps;                         // with kNorm
-  const void *cos, *sin;             // (batch, length, columns), with kRotaryDim > 0
-  long long table_batch, table_row;  // strides of cos and sin, in elements
-  // With kAcrossHeads: the inverse root mean squares of rows over all heads (row_norms.cuh), (batch, length).
-  const float *q_inverse, *k_inverse;
+  const void *q_weight, *k_weight;     // (kColumns,), with kAcrossHeads (heads, kColumns); with kWeighted
+  float eps;                           // with kNorm
+  const void *cos, *sin;               // (batch, length, columns), with kRotaryDim > 0
+  long long table_batch, table_row;    // strides of cos and sin, in elements
+  const float *q_moments, *k_moments;  // of rows over all heads, with kAcrossHeads (row_norms.cuh)
+  const void *q_bias, *k_bias;         // as the weights, with kBiased
+  long long table_head;                // stride of cos and sin, with kHeadTables
   // With kParts: the same of the second part of a sequence. With kOwnTables each part has tables of its own, or null.
   const void *second_q_weight, *second_k_weight;
   const void *second_cos, *second_sin;
@@ -48,12 +50,12 @@ __device__ __forceinline__ float2 unpack_pair(const float* pair) { return make_f
 template <class Cfg, bool kUsed = Cfg::kPrologue>
 struct RowsPrologue {};
 
-// Cfg: kNorm; kAcrossHeads, whether it is over all heads; kWeighted, whether the norm has weights, of type Weight;
-// kRotaryDim, columns that are rotated, or 0; kInterleaved, whether columns 2 j and 2 j + 1 share an angle, else j and
+// Cfg: kNorm; kCentered, whether it is LayerNorm, else RMSNorm; kAcrossHeads, whether it is over all heads; kWeighted,
+// whether the norm has weights, of type Weight; kBiased, whether it has biases of this type; kRotaryDim, columns that are rotated, or 0; kInterleaved, whether columns 2 j and 2 j + 1 share an angle, else j and
 // j + kRotaryDim / 2; kAngleStep, the distance of two angles in a table of type Table; kAngleVector, angles at aligned
 // addresses; kSeveralHeads, whether a block takes a tile of several heads: it reads the angles once, to shared memory,
-// and the rows of the next head early; kParts, whether sequences have two parts with weights of their own; kOwnTables,
-// whether these have tables of their own.
+// and the rows of the next head early; kHeadTables, whether each head has tables of its own; kParts, whether sequences
+// have two parts with weights of their own; kOwnTables, whether these have tables of their own.
 template <class Cfg>
 struct RowsPrologue<Cfg, true> {
   static constexpr int kSplit = Cfg::kHeadDim <= 128 ? 1 : 2;  // warps that share rows
@@ -65,6 +67,8 @@ struct RowsPrologue<Cfg, true> {
   static_assert(!Cfg::kGathered && !Cfg::kSampled, "rows and angles have the same numbers");
   static_assert(Cfg::kRotaryDim % 2 == 0 && Cfg::kRotaryDim <= Cfg::kColumns, "pairs of columns");
   static_assert(!(Cfg::kParts && Cfg::kAcrossHeads), "row_norms.cuh reads one tensor");
+  static_assert(!(Cfg::kParts && (Cfg::kBiased || Cfg::kHeadTables)), "biases and strides of heads are of one tensor");
+  static_assert(!(Cfg::kSeveralHeads && Cfg::kHeadTables), "the heads of a block share angles");
 
   using In = typename Cfg::In;
   using Loaded = typename HeadRows<Cfg>::Loaded;
@@ -96,8 +100,13 @@ struct RowsPrologue<Cfg, true> {
   static constexpr int kExchangedAt = Cfg::kSeveralHeads ? sizeof(Slots) : 0;
   static constexpr int kAnglesAt = kExchangedAt + (kSplit > 1 ? sizeof(Exchanged) : 0);
 
-  const Weight* weight;
-  const float* row_inverse;  // of the sequence, with kAcrossHeads
+  // The norm of two rows: x becomes (x - mean) * inverse. RMSNorm has no mean.
+  struct Moments {
+    float mean[2], inverse[2];
+  };
+
+  const Weight *weight, *bias;
+  const float* row_moments;  // of the sequence, with kAcrossHeads
   float eps;
   const Table *cos, *sin;  // of the sequence
   long long table_row;
@@ -106,11 +115,13 @@ struct RowsPrologue<Cfg, true> {
   long long second_table_row;
   int half_of_row;  // this warp's number among those that share rows
 
-  // weight, second_weight, row_inverse: of Q or K. length: rows of a sequence.
-  __device__ __forceinline__ RowsPrologue(const PrologueInput& input, const void* weight, const void* second_weight,
-                                          const float* row_inverse, int batch, int head, int length)
+  // weight, bias, second_weight, row_moments: of Q or K. length: rows of a sequence.
+  __device__ __forceinline__ RowsPrologue(const PrologueInput& input, const void* weight, const void* bias,
+                                          const void* second_weight, const float* row_moments, int batch, int head,
+                                          int length)
       : weight(static_cast<const Weight*>(weight) + (Cfg::kAcrossHeads ? head * Cfg::kColumns : 0)),
-        row_inverse(row_inverse + static_cast<long long>(batch) * length),
+        bias(static_cast<const Weight*>(bias) + (Cfg::kAcrossHeads ? head * Cfg::kColumns : 0)),
+        row_moments(row_moments + static_cast<long long>(batch) * length * (Cfg::kCentered ? 2 : 1)),
         eps(input.eps),
         cos(static_cast<const Table*>(input.cos) + batch * input.table_batch),
         sin(static_cast<const Table*>(input.sin) + batch * input.table_batch),
@@ -119,7 +130,12 @@ struct RowsPrologue<Cfg, true> {
         second_cos(static_cast<const Table*>(input.second_cos) + batch * input.second_table_batch),
         second_sin(static_cast<const Table*>(input.second_sin) + batch * input.second_table_batch),
         second_table_row(input.second_table_row),
-        half_of_row(kSplit == 1 ? 0 : __shfl_sync(0xffffffffu, threadIdx.x / 32 % kSplit, 0)) {}
+        half_of_row(kSplit == 1 ? 0 : __shfl_sync(0xffffffffu, threadIdx.x / 32 % kSplit, 0)) {
+    if constexpr (Cfg::kHeadTables) {
+      cos += head * input.table_head;
+      sin += head * input.table_head;
+    }
+  }
 
   // The first column of load j. With kOwnPairs, both columns of a pair are in the same warp.
   __device__ __forceinline__ int column_of(int j) const {
@@ -130,6 +146,11 @@ struct RowsPrologue<Cfg, true> {
                         : kLoads * half_of_row + j;
     }
     return i * 32 + threadIdx.x % 4 * kVector;
+  }
+
+  // Whether the columns of load j are in the input.
+  __device__ __forceinline__ bool has_columns(int j) const {
+    return Cfg::kColumns == Cfg::kHeadDim || column_of(j) < Cfg::kColumns;
   }
 
   // Starts to load two rows of each thread, for transform<true>.
@@ -167,15 +188,15 @@ struct RowsPrologue<Cfg, true> {
       }
     }
     start_next();  // the slots have been read
-    float inverse[2] = {};
-    if constexpr (Cfg::kNorm) normalize(head, row, x, inverse);
+    Moments moments = {};
+    if constexpr (Cfg::kNorm) normalize(head, row, x, moments);
     if constexpr (Cfg::kRotaryDim > 0) {
       if constexpr (Cfg::kInterleaved) {
         rotate_neighbours<kOfTile>(head, row, x);
       } else if constexpr (kOwnPairs) {
         rotate_halves<kOfTile>(head, row, x);
       } else {
-        rotate_distant<kOfTile>(head, row, inverse, x);
+        rotate_distant<kOfTile>(head, row, moments, x);
       }
     }
     if constexpr (kSplit == 1) {
@@ -226,18 +247,31 @@ struct RowsPrologue<Cfg, true> {
     ptx::barrier_sync(QuantizerBarrier::kRows + threadIdx.x / 32 / kSplit, 32 * kSplit);
   }
 
-  // Computes the rows' inverse root mean squares, and multiplies by them. Rows after the end stay 0 for any eps.
+  // Computes the rows' moments, and normalizes. Rows after the end and columns from kColumns on stay 0 for any eps.
   __device__ __forceinline__ void normalize(const HeadRows<Cfg>& head, const int (&row)[2], Loaded (&x)[kLoads][2],
-                                            float (&inverse)[2]) const {
+                                            Moments& moments) const {
     if constexpr (Cfg::kAcrossHeads) {
 #pragma unroll
-      for (int r = 0; r < 2; ++r) inverse[r] = row[r] < head.length ? row_inverse[row[r]] : 0.0f;
+      for (int r = 0; r < 2; ++r) {
+        if constexpr (Cfg::kCentered) {
+          float2 of_row = {};
+          if (row[r] < head.length) of_row = reinterpret_cast<const float2*>(row_moments)[row[r]];
+          moments.mean[r] = of_row.x;
+          moments.inverse[r] = of_row.y;
+        } else {
+          moments.inverse[r] = row[r] < head.length ? row_moments[row[r]] : 0.0f;
+        }
+      }
+    } else if constexpr (Cfg::kCentered) {
+      compute_moments(head, row, x, moments);
     } else {
-      compute_inverse(head, row, x, inverse);
+      compute_inverse(head, row, x, moments.inverse);
     }
 #pragma unroll
     for (int j = 0; j < kLoads; ++j) {
       Pack<Weight, kVector> weights = load_weights<kVector>(weight_of(head, row[0]), column_of(j));
+      Pack<Weight, kVector> biases = {};
+      if constexpr (Cfg::kBiased) biases = load_weights<kVector>(bias, column_of(j));
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         if constexpr (Cfg::kParts) {
@@ -250,9 +284,11 @@ struct RowsPrologue<Cfg, true> {
         for (int c = 0; c < kVector; c += 2) {
           In* const pair = x[j][r].values + c;
           const float2 of_row = unpack_pair(pair), of_weight = unpack_pair(weights.values + c);
-          round_pair(normalized(of_row.x, inverse[r], of_weight.x), normalized(of_row.y, inverse[r], of_weight.y),
-                     pair);
+          const float2 of_bias = unpack_pair(biases.values + c);
+          round_pair(normalized(of_row.x, moments, r, of_weight.x, of_bias.x),
+                     normalized(of_row.y, moments, r, of_weight.y, of_bias.y), pair);
         }
+        if (Cfg::kCentered && (row[r] >= head.length || !has_columns(j))) x[j][r] = {};
       }
     }
   }
@@ -274,6 +310,62 @@ struct RowsPrologue<Cfg, true> {
     for (int r = 0; r < 2; ++r) {
       const float root = __fsqrt_rn(__fmaf_rn(sum[r], 1.0f / Cfg::kColumns, eps));
       inverse[r] = row[r] < head.length ? __frcp_rn(root) : 0.0f;
+    }
+  }
+
+  // Computes mean and inverse standard deviation in two passes: where the deviation is small beside the mean, a
+  // difference of sums would cancel. The terms of the mean are divided by a power of two, so that no sum overflows.
+  __device__ __forceinline__ void compute_moments(const HeadRows<Cfg>& head, const int (&row)[2],
+                                                  const Loaded (&x)[kLoads][2], Moments& moments) const {
+    float (&mean)[2] = moments.mean, sum[2];
+    sum_columns(x, [](int, float value, float sum) { return __fmaf_rn(value, 1.0f / Cfg::kHeadDim, sum); }, mean);
+    if constexpr (Cfg::kColumns < Cfg::kHeadDim) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) mean[r] = __fdiv_rn(mean[r], static_cast<float>(Cfg::kColumns) / Cfg::kHeadDim);
+    }
+    sum_columns(
+        x,
+        [&](int r, float value, float sum) {
+          const float deviation = __fsub_rn(value, mean[r]);
+          return __fmaf_rn(deviation, deviation, sum);
+        },
+        sum);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const float root = __fsqrt_rn(__fmaf_rn(sum[r], 1.0f / Cfg::kColumns, eps));
+      moments.inverse[r] = row[r] < head.length ? __frcp_rn(root) : 0.0f;
+    }
+  }
+
+  // Sums a function of all columns of two rows. add(r, value, sum): the sum with a value of row r.
+  template <class Add>
+  __device__ __forceinline__ void sum_columns(const Loaded (&x)[kLoads][2], Add add, float (&sum)[2]) const {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      float some[2] = {};  // two chains, for instruction-level parallelism
+#pragma unroll
+      for (int j = 0; j < kLoads; ++j) {
+        if (!has_columns(j)) continue;
+#pragma unroll
+        for (int c = 0; c < kVector; c += 2) {
+          const float2 pair = unpack_pair(x[j][r].values + c);
+          some[0] = add(r, pair.x, some[0]);
+          some[1] = add(r, pair.y, some[1]);
+        }
+      }
+      sum[r] = some[0] + some[1];
+#pragma unroll
+      for (int lanes = 2; lanes > 0; lanes /= 2) sum[r] += __shfl_xor_sync(0xffffffffu, sum[r], lanes);
+    }
+    if constexpr (kSplit > 1) {
+      const int warp = threadIdx.x / 32, in_warp = threadIdx.x % 32 / 4;
+      Exchanged& shared = exchanged();
+#pragma unroll
+      for (int r = 0; r < 2; ++r) shared.sums[warp][in_warp + 8 * r] = sum[r];
+      sync_rows();
+#pragma unroll
+      for (int r = 0; r < 2; ++r) sum[r] += shared.sums[warp ^ 1][in_warp + 8 * r];
+      sync_rows();  // the next sums come here
     }
   }
 
@@ -314,10 +406,12 @@ struct RowsPrologue<Cfg, true> {
     return weights;
   }
 
-  // Before its rounding.
-  __device__ __forceinline__ static float normalized(float x, float inverse, float weight) {
-    const float value = __fmul_rn(x, inverse);
-    return Cfg::kWeighted ? __fmul_rn(value, weight) : value;
+  // Before its rounding. r: 0 or 1, the row.
+  __device__ __forceinline__ static float normalized(float x, const Moments& moments, int r, float weight, float bias) {
+    const float centered = Cfg::kCentered ? __fsub_rn(x, moments.mean[r]) : x;
+    float value = __fmul_rn(centered, moments.inverse[r]);
+    if (Cfg::kWeighted) value = __fmul_rn(value, weight);
+    return Cfg::kBiased ? __fadd_rn(value, bias) : value;
   }
 
   // Reads the angles of the rows from `first` on; zeros from `length` on. All threads call it, then __syncthreads().
@@ -469,8 +563,8 @@ struct RowsPrologue<Cfg, true> {
 
   // For pairs that two threads hold: the other columns are loaded again.
   template <bool kOfTile>
-  __device__ __forceinline__ void rotate_distant(const HeadRows<Cfg>& head, const int (&row)[2],
-                                                 const float (&inverse)[2], Loaded (&x)[kLoads][2]) const {
+  __device__ __forceinline__ void rotate_distant(const HeadRows<Cfg>& head, const int (&row)[2], const Moments& moments,
+                                                 Loaded (&x)[kLoads][2]) const {
     constexpr int kPart = kHalf % 8 == 0 ? 8 : kHalf % 4 == 0 ? 4 : kHalf % 2 == 0 ? 2 : 1;  // columns of one half
 #pragma unroll
     for (int i = 0; i < kLoads * 2 * (kVector / kPart); ++i) {
@@ -484,10 +578,13 @@ struct RowsPrologue<Cfg, true> {
       Pack<In, kPart> partner = *reinterpret_cast<const Pack<In, kPart>*>(head.address(row[r], partner_column));
       if constexpr (Cfg::kNorm) {
         const Pack<Weight, kPart> weights = load_weights<kPart>(weight_of(head, row[r]), partner_column);
+        Pack<Weight, kPart> biases = {};
+        if constexpr (Cfg::kBiased) biases = load_weights<kPart>(bias, partner_column);
 #pragma unroll
         for (int c = 0; c < kPart; ++c) {
-          partner.values[c] = static_cast<In>(
-              normalized(static_cast<float>(partner.values[c]), inverse[r], static_cast<float>(weights.values[c])));
+          partner.values[c] =
+              static_cast<In>(normalized(static_cast<float>(partner.values[c]), moments, r,
+                                         static_cast<float>(weights.values[c]), static_cast<float>(biases.values[c])));
         }
       }
 #pragma unroll
