@@ -30,14 +30,17 @@ SOURCE = r"""
 #include <ATen/cuda/CUDAContext.h>
 #include <c10/cuda/CUDAGuard.h>
 
-__device__ int calls;
+__device__ int calls, last[3];
+__device__ float *place;
 __constant__ float factor;
 
 __global__ void add(const float* x, const float* y, float* z, int n) {
     int i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i < n) z[i] = x[i] + y[i];
 }
-__global__ void count() { calls++; }
+__global__ void count(int by) { calls += by; last[by] = calls; }
+__global__ void remember(float* x) { place = x; }
+__global__ void add_calls(int* to) { *to = calls + last[1]; calls = 0; }
 __global__ void use(float* x) { *x = factor; }
 
 torch::Tensor sum(torch::Tensor x, torch::Tensor y) {
@@ -75,7 +78,28 @@ double first(torch::Tensor x) {
     return value;
 }
 void large(torch::Tensor x) { add<<<1, 2048>>>(x.data_ptr<float>(), x.data_ptr<float>(), x.data_ptr<float>(), 1); }
-void counted() { count<<<1, 1>>>(); }
+// A variable that launches change: later launches, copies and memory at its address have its value.
+std::vector<int64_t> counted(torch::Tensor x) {
+    int value = 0, three[3];
+    count<<<1, 1>>>(1);
+    count<<<1, 1>>>(2);
+    cudaMemcpyFromSymbol(&value, calls, 4);
+    cudaMemcpyFromSymbol(three, last, 12);
+    void* address;
+    cudaGetSymbolAddress(&address, calls);
+    cudaMemset(address, 1, 1);
+    add_calls<<<1, 1>>>(x.data_ptr<int>());
+    count<<<1, 1>>>(1);
+    count<<<1, 1>>>(1);
+    add_calls<<<1, 1>>>(x.data_ptr<int>() + 1);
+    return {value, three[1], three[2]};
+}
+void both(torch::Tensor x) {
+    void* address;
+    cudaGetSymbolAddress(&address, calls);
+    add_calls<<<1, 1>>>((int*)address);
+}
+void kept(torch::Tensor x) { remember<<<1, 1>>>(x.data_ptr<float>()); }
 void constant(torch::Tensor x, double value) {
     float content = value;
     cudaMemcpyToSymbol(factor, &content, 4);
@@ -83,14 +107,16 @@ void constant(torch::Tensor x, double value) {
 }
 void array() { cudaArray_t a; cudaMallocArray(&a, nullptr, 1); }
 """
-NAMES = ["sum", "mixed", "first", "beyond", "large", "counted", "constant", "array"]
+NAMES = ["sum", "mixed", "first", "beyond", "large", "counted", "constant", "array", "both", "kept"]
 DECLARATIONS = """
 torch::Tensor sum(torch::Tensor, torch::Tensor);
 std::vector<torch::Tensor> mixed(torch::Tensor, c10::optional<torch::Tensor>, int64_t);
 torch::Tensor beyond(torch::Tensor);
 double first(torch::Tensor);
 void large(torch::Tensor);
-void counted();
+std::vector<int64_t> counted(torch::Tensor);
+void both(torch::Tensor);
+void kept(torch::Tensor);
 void constant(torch::Tensor, double);
 void array();
 """
@@ -133,6 +159,10 @@ def test_kernels_and_operations_of_pytorch(extension: Any) -> None:
     for value in (2.5, -3.0):  # cudaMemcpyToSymbol
         extension.constant(x, value)
         assert x[0, 0] == value
+    numbers = torch.zeros(2, dtype=torch.int32, device="cuda")
+    for before in (0, 0):
+        assert extension.counted(numbers) == [before + 3, before + 1, before + 3]
+        assert numbers.tolist() == [1 + 1, 2 + 2]
     with pytest.raises(RuntimeError, match="CUDA tensors only"):
         extension.sum(torch.ones(4), torch.ones(4))
 
@@ -145,8 +175,10 @@ def test_what_goes_wrong_is_named(extension: Any) -> None:
         extension.beyond(x)
     with pytest.raises(KernelFaultError, match=r"blocks of \(2048, 1, 1\)"):
         extension.large(x)
-    with pytest.raises(UnsupportedError, match="changes the variable calls"):
-        extension.counted()
+    with pytest.raises(UnsupportedError, match="uses the variable calls and gets its address too"):
+        extension.both(x)
+    with pytest.raises(UnsupportedError, match="stores an address in the variable place"):
+        extension.kept(x)
     with pytest.raises(UnsupportedError, match="cudaMallocArray is not emulated"):
         extension.array()
     assert torch.equal(extension.sum(x, x), x), "an error does not stay"

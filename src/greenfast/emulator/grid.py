@@ -227,12 +227,12 @@ def run_chain(
                 if isinstance(fill, UninitFill):
                     fill.memory = chain.memory.data
                 changed = snapshot.changed()
-                result.changed = frozenset(
-                    (n, name)
+                result.changed = {
+                    (n, name): chain.memory.get_bytes(allocation).tobytes()
                     for n, names in enumerate(chain.variables)
                     for name, allocation in names.items()
                     if allocation in changed
-                )
+                }
                 return result
             except (RestartWithReadTracking, RestartWarpByWarp) as restart:
                 chain.running.prepare_restart(restart)

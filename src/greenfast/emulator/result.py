@@ -34,7 +34,7 @@ class GridResult:
     phases: dict[str, Counts] = field(default_factory=dict)
     later: list[GridResult] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
-    changed: frozenset[tuple[int, str]] = frozenset()
+    changed: dict[tuple[int, str], bytes] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     differences: list[str] = field(default_factory=list)
     unwritten_bytes: dict[str, NDArray[np.bool_]] = field(default_factory=dict)

@@ -160,8 +160,12 @@ class Activation:
             raise
         self.execute(make_step(metadata, function, make_launch(metadata, grid, parameters)), regions)
 
-    def execute(self, step: KernelLaunch, regions: Regions) -> None:
-        """Run a launch. Its arguments name regions. Raises as ``launch``."""
+    def execute(self, step: KernelLaunch, regions: Regions, keep: Callable[[str, bytes], None] | None = None) -> None:
+        """Run a launch. Its arguments name regions. Raises as ``launch``.
+
+        keep: receives the name and the contents of each variable of the module that the launch changed; None to refuse
+        such a launch.
+        """
         try:
             with without_modes():
                 unwritten = self.tensors.mode.unwritten if self.tensors is not None else None
@@ -174,9 +178,11 @@ class Activation:
             with contextlib.suppress(GreenfastError):
                 self.files.update(load_program(step.ptx, step.entry)[0].files)
         add_launch(self.observer, result.observer)
-        if result.changed:
-            names = ", ".join(sorted(name.removeprefix("variable ") for _, name in result.changed))
-            raise UnsupportedError(f"{demangle(step.entry)} changes the variable {names}, and no later launch sees it")
+        for (_, name), content in result.changed.items():
+            if keep is None:
+                text = f"{demangle(step.entry)} changes the variable {name}, and no later launch sees it"
+                raise UnsupportedError(text)
+            keep(name, content)
         report = LaunchReport(
             kernel=demangle(step.entry),
             grid=step.plan.grid,

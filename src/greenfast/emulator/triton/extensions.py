@@ -39,7 +39,9 @@ from greenfast.emulator.findings import Findings
 from greenfast.emulator.grid import KernelLaunch
 from greenfast.emulator.kernel_run import Fault
 from greenfast.emulator.machine.faults import KernelFaultError
+from greenfast.emulator.machine.memory import GLOBAL_BASE
 from greenfast.emulator.machine.tensormap import encode, lay_out
+from greenfast.emulator.ptx.names import demangle
 from greenfast.emulator.triton.cuda_tensors import LabelMode, parse_device, replace_attribute, without_modes
 from greenfast.emulator.triton.storage import MemoryRegion, Regions
 from greenfast.emulator.variables import initial_value
@@ -62,6 +64,8 @@ _REFUSED = frozenset({"resize_", "set_", "squeeze_", "t_", "transpose_", "unsque
 #: Kinds of devices in DLPack.
 _DLPACK_CPU, _DLPACK_CUDA = 1, 2
 _INVALID_VALUE, _INVALID_SYMBOL, _LAUNCH_FAILURE = 1, 13, 719
+#: Bytes above the begin of the memory of a launch that count as its addresses.
+_ADDRESSES = 1 << 36
 
 
 class ExtensionMemory:
@@ -186,6 +190,19 @@ class ExtensionVariable:
     size: int
     content: torch.Tensor | None = None
 
+    def holds(self, address: int) -> bool:
+        """Return whether an address is in the contents."""
+        return self.content is not None and 0 <= address - self.content.data_ptr() < self.size
+
+    def is_named_in(self, kernel: KernelHandle) -> bool:
+        """Return whether a kernel names the variable, or may call a function that does."""
+        text = kernel.module.ptx
+        start = text.find(f".entry {kernel.name}")
+        if ".func" not in text:
+            text = text[start : text.find("\n}", start)]
+        pattern = rf"(?m)^(?!\s*(?:\.visible|\.weak|\.const|\.global)).*{re.escape(self.name)}\b"
+        return kernel.module is self.module and re.search(pattern, text) is not None
+
     def set_initial_value(self) -> None:
         """Declare the variable with its contents in the module's PTX, for the launches from now on."""
         assert self.content is not None
@@ -214,7 +231,7 @@ class ExtensionRuntime(Runtime):
         self.memory = ExtensionMemory()
         self.variables: dict[int, ExtensionVariable] = {}
         #: Runs a launch; None outside of an activation.
-        self.execute: Callable[[KernelLaunch, Regions], None] | None = None
+        self.execute: Callable[..., None] | None = None
         self.before_host_copy: Callable[[torch.Tensor], None] = lambda tensor: None
         self.library = AttachedLibrary(path, self)
 
@@ -259,17 +276,46 @@ class ExtensionRuntime(Runtime):
                     regions.append(MemoryRegion(f"parameter {number}", begin, begin + found[0].nbytes(), found[0]))
                     pointers.append((start, address))
             contents.append((data.tobytes(), pointers))
+        contents_of = {v.content.data_ptr(): v for v in self.variables.values() if v.content is not None}
+        pointed = [contents_of[region.start] for region in regions if region.start in contents_of]
+        for region in regions:
+            if region.start in contents_of:
+                region.name = f"variable {contents_of[region.start].name}"
+        if named := [variable for variable in pointed if variable.is_named_in(kernel)]:
+            text = f"{demangle(kernel.name)} uses the variable {named[0].name} and gets its address too"
+            self._keep_error(UnsupportedError(f"{text}: that is not emulated in an extension"))
+            return _LAUNCH_FAILURE
         placed = Regions(regions)
         arguments: list[Argument] = []
         for content, pointers in contents:
             places = [(start, placed.locate(address)) for start, address in pointers]
             arguments.append(Packed(content, tuple((start, *place) for start, place in places if place is not None)))
         try:
-            self.execute(replace(step, plan=replace(step.plan, args=tuple(arguments))), placed)
+            step = replace(step, plan=replace(step.plan, args=tuple(arguments)))
+            self.execute(step, placed, lambda name, data: self._keep(kernel, name, data))
+            for variable in pointed:
+                variable.set_initial_value()
         except BaseException as e:
             self.library.failure = e
             return _LAUNCH_FAILURE
         return 0
+
+    def _keep(self, kernel: KernelHandle, name: str, data: bytes) -> None:
+        """Give a variable that a launch changed its contents for later launches."""
+        own = [v for v in self.variables.values() if v.module is kernel.module and v.name == name]
+        variable = own[0] if own else ExtensionVariable(kernel.module, name, len(data))
+        words = np.frombuffer(data[: len(data) // 8 * 8], np.uint64)
+        if ((words >= GLOBAL_BASE) & (words < GLOBAL_BASE + _ADDRESSES)).any():
+            label = f"{demangle(kernel.name)} stores an address in the variable {demangle(name)}"
+            raise UnsupportedError(f"{label}: no later launch could use it in an extension")
+        with without_modes():
+            content = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+            if variable.content is None:
+                variable.content = content
+                self.memory.add(content)
+            else:
+                variable.content.copy_(content)
+        variable.set_initial_value()
 
     # ---- memory -----------------------------------------------------------------------------------------------------
 
@@ -308,7 +354,7 @@ class ExtensionRuntime(Runtime):
             data = torch.frombuffer(bytearray(ctypes.string_at(src, span)), dtype=torch.uint8)
             source = data.as_strided(extent, (src_plane or width * height, src_pitch or width, 1))
         for variable in self.variables.values():
-            if variable.content is not None and 0 <= dst - variable.content.data_ptr() < variable.size:
+            if variable.holds(dst):
                 self.before_host_copy(source)  # the contents become a constant
                 target.copy_(source)
                 variable.set_initial_value()
@@ -322,6 +368,9 @@ class ExtensionRuntime(Runtime):
             self._report("invalid-copy", f"cudaMemset of {address:#x}, which is no device memory", values[7])
             raise CallError(_INVALID_VALUE)
         target.fill_(value)
+        for variable in self.variables.values():
+            if variable.holds(address):
+                variable.set_initial_value()
 
     def _lookup(self, values: list[int], payload: bytes) -> tuple[int, tuple[int, ...], bytes]:
         found = self.memory.find(values[0])
@@ -351,7 +400,7 @@ class Extensions:
 
     labels: LabelMode
     target: str
-    execute: Callable[[KernelLaunch, Regions], None]
+    execute: Callable[..., None]
     faults: list[Fault]
 
     def replace(self, stack: ExitStack) -> None:
