@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import random
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-#: Separates the kernel from its test in TritonBench's files.
-SEPARATOR = "#" * 146
+from greenfast.judge.formats.tritonbench import read_answers, split_problem
+
 #: Sizes that the emulator computes in seconds, by problem of kernelbench.com: the names of the reference's globals.
 SHAPES: dict[str, dict[str, int]] = {
     "01_fp8_gemm": {"M": 32, "N": 256, "K": 512},
@@ -47,50 +46,18 @@ def read_tritonbench(folder: Path) -> list[PublishedProgram]:
     known: set[tuple[str, str]] = set()
     for file in sorted((folder / "LLM_generated").glob("Bench_*/*.jsonl")):
         channel = file.parent.name.split("_")[1]
-        find, mode = {"G": (_find_by_label, "interpreter"), "T": (_find_by_description, "torch")}[channel]
-        rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
-        for row, problem in zip(rows, find(folder, rows), strict=True):
+        mode = {"G": "interpreter", "T": "torch"}[channel]
+        for problem, source in read_answers(file):
             path = folder / "data" / f"TritonBench_{channel}_v1" / problem
-            source = extract_code(row["predict"])
             identifier = f"{channel}/{file.stem}/{path.stem}"
             if not path.is_file() or (problem, source) in known or identifier in programs:
                 continue
-            reference, *tests = path.read_text(encoding="utf-8").split(SEPARATOR)
-            if tests:
+            reference, test = split_problem(path.read_text(encoding="utf-8"))
+            if test:
                 known.add((problem, source))
                 name = f"{channel}/{path.stem}"
-                programs[identifier] = PublishedProgram(identifier, name, source, tests[-1], reference, mode)
+                programs[identifier] = PublishedProgram(identifier, name, source, test, reference, mode)
     return [programs[name] for name in sorted(programs)]
-
-
-def extract_code(text: str) -> str:
-    """Return the program in a model's answer: its last fenced block of Python, or all of it."""
-    for token in ("<|im_end|>", "<|EOT|>", "<|endoftext|>"):
-        text = text.replace(token, "")
-    if "```python" in text:
-        return text.split("```python")[-1].split("```")[0]
-    return text.split("```")[1] if "```" in text else text
-
-
-def _find_by_label(folder: Path, rows: list[dict[str, str]]) -> Iterator[str]:
-    """Yield the file of each row's problem, or an empty text: the first unused one that contains the row's label."""
-    problems = json.loads((folder / "data" / "TritonBench_G_v1.json").read_text(encoding="utf-8"))
-    for row in rows:
-        label = row["label"].replace("<|im_end|>", "").replace("<|EOT|>", "")
-        same = [p for p in problems if label in p["output"]]
-        if same:
-            problems.remove(same[0])
-        yield same[0]["file"] if same else ""
-
-
-def _find_by_description(folder: Path, rows: list[dict[str, str]]) -> Iterator[str]:
-    """Yield the file of each row's problem, or an empty text: the one with the description in the row's prompt."""
-    problems = json.loads((folder / "data" / "TritonBench_T_v1.jsonl").read_text(encoding="utf-8"))
-    for row in rows:
-        prompt = row.get("instruction") or row["prompt"]
-        text = prompt.split("Functional Description: ")[-1].split("Wrapper Entry Information:")[0].replace("\n", "")
-        same = [p["file"] for p in problems if text.strip() and text in p["description"].replace("\n", "")]
-        yield same[0] if len(same) == 1 else ""
 
 
 def read_kernelbench_com(folder: Path) -> list[PublishedProgram]:

@@ -17,12 +17,9 @@ from numpy.typing import NDArray
 from scipy.special import betaincinv
 
 from benchmarks.published_readers import PublishedProgram, file_name
+from greenfast.judge.formats.tritonbench import DEFAULT_TOLERANCE, TOLERANCES
 from greenfast.judge.store import to_json
 
-#: Allowed error of an element by the reference's type, relative to the sum of its size and the output's root mean
-#: square. TF32 products and other orders of sums stay below; a wrong kernel is rarely within it.
-TOLERANCES = {"float16": 4e-3, "bfloat16": 3e-2}
-DEFAULT_TOLERANCE = 2e-3
 #: kernelbench.com's own tolerances, absolute and relative, by problem.
 ABSOLUTE = {
     "01_fp8_gemm": 0.01, "02_kda_cutlass": 0.05, "03_paged_attention": 0.02, "05_topk_bitonic": 1e-4,

@@ -81,6 +81,7 @@ TORCH_MODULES = (
         for name in (
             "formats.defined",
             "formats.models",
+            "formats.test_calls",
             "solution.capture",
             "solution.languages",
             "solution.recording",

@@ -19,6 +19,7 @@ from benchmarks.published_verdicts import (
     render_bounds,
     render_table,
 )
+from greenfast.judge.formats.tritonbench import SEPARATOR
 
 ROOT = Path(__file__).parents[2]
 
@@ -29,7 +30,7 @@ def outcome(**arrays: np.ndarray) -> ProgramOutcome:
 
 
 def test_each_distinct_answer_is_read_once_with_its_test(tmp_path: Path) -> None:
-    problem = "def f(): ...\n" + collections.SEPARATOR + "\nresult = f()\n"
+    problem = "def f(): ...\n" + SEPARATOR + "\nresult = f()\n"
     (tmp_path / "data/TritonBench_G_v1").mkdir(parents=True)
     (tmp_path / "data/TritonBench_G_v1/one.py").write_text(problem)
     (tmp_path / "data/TritonBench_G_v1.json").write_text(json.dumps([{"file": "one.py", "output": "def f(): ..."}]))

@@ -74,6 +74,8 @@ def test_cuda_tensors_are_labelled_cpu_tensors(emulate_triton: Any) -> None:
     assert torch.equal(z, x + y)
     with pytest.raises(TypeError, match="convert cuda:0"):
         z.numpy()
+    with torch.cuda._DeviceGuard(0):  # as in the code that Inductor writes
+        assert torch._C._dynamo.guards._empty_strided_cuda((2, 3), (3, 1), torch.float16).is_cuda
     layer = torch.nn.Linear(100, 2).to("cuda")
     layer(z).sum().backward()
     assert layer.weight.device.type == layer.weight.grad.device.type == "cuda"  # type: ignore[union-attr]

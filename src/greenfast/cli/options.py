@@ -140,14 +140,15 @@ def judge(parser: argparse.ArgumentParser) -> None:
         metavar="TASK|SOLUTION",
         help="a task's name (see `greenfast list`) or folder, to judge one of its variants; a folder of `greenfast "
         "init`; or a solution: a folder with solution.json, a .cu, .ptx or .py file with the JSON in its header, a "
-        "solution of FlashInfer-Trace or SOL-ExecBench, a KernelBench file with ModelNew, or robust-kbench's kernel.cu",
+        "solution of FlashInfer-Trace or SOL-ExecBench, a KernelBench file with ModelNew, robust-kbench's kernel.cu, "
+        "or an answer of TritonBench",
     )
     add(
         "--problem",
         metavar="P",
         help="what a solution solves: a task's name, a folder with config_forward.json, a definition of "
-        "FlashInfer-Trace or SOL-ExecBench, a KernelBench file, or a task folder of robust-kbench (default: what the "
-        "solution names)",
+        "FlashInfer-Trace or SOL-ExecBench, a KernelBench file, a task folder of robust-kbench, or a file of "
+        "TritonBench (default: what the solution names)",
     )
     add("--workloads", type=Path, metavar="FILE", help="a definition's workloads (default: next to it)")
     add("--traces", type=Path, metavar="FILE", help="also write it as FlashInfer-Trace's JSONL")

@@ -9,6 +9,7 @@ is refused by name.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -362,6 +363,10 @@ def _ignore(*args: Any, **kwargs: Any) -> None:
     return None
 
 
+def _empty_strided(size: Any, stride: Any, dtype: torch.dtype, device: str) -> torch.Tensor:
+    return torch.empty_strided(size, stride, dtype=dtype, device=device)
+
+
 def _eager(model: Any = None, **options: Any) -> Any:
     """torch.compile: return the function itself, which computes the same."""
     return (lambda function: function) if model is None else model
@@ -409,6 +414,7 @@ class CudaTensors:
             "set_device": lambda device: parse_device(device) and None,
             "device": _Device,
             "device_of": _Device,
+            "_DeviceGuard": _Device,  # this and _empty_strided_cuda are in the code that Inductor writes
             "synchronize": _ignore,
             "get_device_name": lambda device=None: p.name,
             "get_device_capability": lambda device=None: (p.major, p.minor),
@@ -446,6 +452,7 @@ class CudaTensors:
             (torch, {name: self._on_host(getattr(torch, name)) for name in ("from_numpy", "frombuffer")}),
             (torch.version, {"cuda": "13.0"}),
             (torch._C, {"_cuda_getCurrentRawStream": zero}),
+            (torch._C._dynamo.guards, {"_empty_strided_cuda": functools.partial(_empty_strided, device="cuda")}),
             (torch.cuda.nvtx, dict.fromkeys(("range_push", "range_pop", "mark"), _ignore)),
         ]
 

@@ -1,1 +1,1 @@
-"""Importers for problems and solutions of FlashInfer-Trace, SOL-ExecBench and KernelBench."""
+"""Importers for problems and solutions of FlashInfer-Trace, SOL-ExecBench, KernelBench and others."""

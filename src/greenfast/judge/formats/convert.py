@@ -4,6 +4,7 @@ Formats: FlashInfer-Trace with its extension SOL-ExecBench (a definition, worklo
 README and EVAL.md): a problem is a Python file with Model, get_inputs and get_init_inputs; a solution has ModelNew.
 Both models make their parameters on the CPU after ``torch.manual_seed``. robust-kbench: a problem is a folder with
 func_forward.py (Model, forward_fn, get_inputs) and config_forward.json; a solution is a CUDA file with ``forward``.
+TritonBench: a problem is a reference program and its test; a solution has the same functions (``tritonbench``).
 
 A converted problem is an ordinary task folder. So records refer to it, freshness checks and cached timings work, and
 its author can extend it (shapes, bounds, ranges).
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import ast
 import glob
+import importlib
 import json
 import re
 import shutil
@@ -32,6 +34,15 @@ from greenfast.judge.formats.schema import (
     read_definition,
     read_foreign_solution,
     read_workloads,
+)
+from greenfast.judge.formats.tritonbench import (
+    ENTRY,
+    PROGRAM,
+    TEST,
+    is_tritonbench,
+    is_tritonbench_answer,
+    read_answers,
+    split_problem,
 )
 from greenfast.judge.store import write_files
 from greenfast.judge.task import CONFIG_NAME
@@ -82,6 +93,8 @@ def import_problem(name: str, out: Path, workloads: Path | None = None) -> str:
     robust = find_robust_problem(path)
     if robust is not None:
         return str(convert_robust_problem(robust, out / CONVERTED))
+    if is_tritonbench(path):
+        return str(convert_tritonbench_problem(path, out / CONVERTED))
     return str(convert_problem(path, out / CONVERTED)) if is_kernelbench(path) else name
 
 
@@ -96,6 +109,8 @@ def import_solution(path: Path, problem: Path, out: Path) -> Path:
         return convert_robust_solution(path, problem, out / SOLUTIONS)
     if is_kernelbench(path, NEW_MODEL) and (problem / ORIGINAL).is_file():
         return convert_model(path, problem / ORIGINAL, out / SOLUTIONS)
+    if path.is_file() and is_tritonbench_answer(path, problem):
+        return convert_tritonbench_answer(path, problem, out / SOLUTIONS)
     return path
 
 
@@ -513,3 +528,62 @@ def _robust_files(name: str, problem: bytes, settings: Sequence[RobustSetting], 
         "entry.py": entry,
         "solution.json": callable_config(name, "entry.py", "", {"kernel": "run", "args": [*args, f"int64({SETTING})"]}),
     }
+
+
+_CALL_PROBLEM = '''"""{name}: a problem of TritonBench; only a tolerance is known of its errors."""
+
+from pathlib import Path
+
+from greenfast.judge.formats.test_calls import CallProblem
+
+_problem = CallProblem(Path(__file__).parent)
+make_case, references, decode = _problem.make_case, _problem.references, _problem.decode
+'''
+
+
+def convert_tritonbench_problem(path: Path, parent: Path) -> Path:
+    """Write the task folder of a problem below ``parent`` and return it. The baseline is its reference.
+
+    Runs the reference and its test, kernels in the emulator. Raises UsageError if no call of the test can be judged.
+    """
+    program, test = split_problem(read_file(path).decode(errors="replace"))
+    if not test.strip():
+        raise UsageError(f"{path}: has no test after its line of #; a problem of TritonBench has one")
+    name = safe_name(path.stem)
+    folder = write_files(parent / name, {f"{REFERENCE}/{PROGRAM}": program, TEST: test})
+    problem = importlib.import_module("greenfast.judge.formats.test_calls").CallProblem(folder)  # it imports PyTorch
+    left_out = "".join(f"; not judged: {text}" for text in problem.left_out)
+    return write_files(
+        folder,
+        {
+            "problem.py": _CALL_PROBLEM.format(name=name),
+            CONFIG_NAME: task_config(name, f"TritonBench's {name}{left_out}", problem.shapes),
+            f"{REFERENCE}/{ENTRY}": problem.entry,
+            f"{REFERENCE}/solution.json": _call_solution(REFERENCE, problem.arguments),
+        },
+    )
+
+
+def convert_tritonbench_answer(path: Path, problem: Path, parent: Path) -> Path:
+    """Write the folder of an answer to a converted problem below ``parent`` and return it.
+
+    Raises UsageError for a JSONL file without an answer to it.
+    """
+    name = safe_name(path.stem)
+    if path.suffix == ".jsonl":
+        programs = [code for file, code in read_answers(path) if safe_name(Path(file).stem) == problem.name]
+        if not programs:
+            raise UsageError(f"{path}: has no answer to {problem.name}")
+        program = programs[0]
+    else:
+        program, _ = split_problem(read_file(path).decode(errors="replace"))
+    reference = problem / REFERENCE
+    arguments = json.loads(read_file(reference / "solution.json"))["launches"][0]["args"]
+    entry = read_file(reference / ENTRY)
+    return write_files(
+        parent / name, {PROGRAM: program, ENTRY: entry, "solution.json": _call_solution(name, arguments)}
+    )
+
+
+def _call_solution(name: str, arguments: Sequence[str]) -> str:
+    return callable_config(name, ENTRY, "", {"kernel": "run", "args": list(arguments)})

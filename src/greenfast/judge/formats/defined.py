@@ -79,9 +79,9 @@ class DefinedProblem:
         is_sum = self.definition.is_sol or workload.tolerance is not None
         atol, rtol = (allowed.max_atol, allowed.max_rtol) if is_sum else (_ATOL, _RTOL)
         if not is_sum:
-            return _build_references(outputs, atol, rtol, np.maximum)
+            return build_tolerances(outputs, atol, rtol, np.maximum)
         cap = math.inf if allowed.max_error_cap is None else allowed.max_error_cap
-        return replace(_build_references(outputs, atol, rtol, np.add), matched=allowed.required_matched_ratio, most=cap)
+        return replace(build_tolerances(outputs, atol, rtol, np.add), matched=allowed.required_matched_ratio, most=cap)
 
     def _outputs(self, results: Any, workload: Workload, sizes: Mapping[str, int]) -> list[NDArray[np.float64]]:
         """Return the results of ``run`` in the order of the outputs. Raises UsageError for other results."""
@@ -180,7 +180,7 @@ class DefinedProblem:
         return made
 
 
-def _build_references(
+def build_tolerances(
     outputs: list[NDArray[np.float64]],
     atol: float | NDArray[np.float64],
     rtol: float | NDArray[np.float64],
@@ -283,7 +283,7 @@ class ModelProblem:
         tensors = self._forward(number, self._inputs(number, seed))
         outputs = [tensor.double().numpy() for tensor in tensors]
         allowed = _joined([np.full(tensor.shape, self.tolerances.get(tensor.dtype, 0.0)) for tensor in tensors])
-        return _build_references(outputs, allowed, allowed, np.add)
+        return build_tolerances(outputs, allowed, allowed, np.add)
 
     def decode(self, outputs: Mapping[str, Array], fmt: str) -> NDArray[np.float64]:
         """Return the outputs as ``DefinedProblem.decode`` does."""
