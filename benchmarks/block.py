@@ -1,4 +1,4 @@
-"""The attention block: RMSNorm and RoPE of Q and K, then attention, fused with quantization and by torch.compile.
+"""The attention block: norm and RoPE of Q and K, then attention, fused with quantization and by torch.compile.
 
 python -m benchmarks block [--json FILE] [--cases NAME ...]     on a Hopper GPU
 
@@ -48,6 +48,8 @@ class BlockCase:
     """A block of a model. interleaved: RoPE of diffusers, with tables in float32; else of transformers, in bfloat16.
 
     text: the first tokens, which have tensors and norms of their own, as in Flux's double blocks; in none of them, 0.
+    layer: LayerNorm with biases, else RMSNorm. over_heads: the norm is over all heads. head_tables: each head has its
+    own tables.
     """
 
     batch: int
@@ -59,6 +61,9 @@ class BlockCase:
     interleaved: bool = False
     rope: bool = True
     text: int = 0
+    layer: bool = False
+    over_heads: bool = False
+    head_tables: bool = False
 
 
 CASES = {
@@ -71,24 +76,28 @@ CASES = {
     "gpt-oss-like": BlockCase(2, 64, 8, 8192, 64, causal=True),
     "Gemma-like": BlockCase(2, 16, 8, 8192, 256, causal=True),
     "SD3-like": BlockCase(4, 24, 24, 4096, 64, rope=False),
+    "LTX-like": BlockCase(1, 32, 32, 5120, 64, interleaved=True, over_heads=True, head_tables=True),
+    "CogVideoX-like": BlockCase(1, 48, 48, 17776, 64, interleaved=True, layer=True),
     "16 x 1k": BlockCase(16, 16, 16, 1024, 128),
     "16 x 1k, causal": BlockCase(16, 16, 16, 1024, 128, causal=True),
 }
 
 
 class PartInputs(NamedTuple):
-    """Tensors (B, S_i, H, D) of a part of a sequence, and the weights of its norms."""
+    """Tensors (B, S_i, H, D) of a part of a sequence, and the weights of its norms; with biases these are LayerNorm."""
 
     q: Tensor
     k: Tensor
     v: Tensor
     q_norm: Tensor
     k_norm: Tensor
+    q_norm_bias: Tensor | None = None
+    k_norm_bias: Tensor | None = None
 
 
 @dataclass(frozen=True)
 class BlockInputs:
-    """One or two parts of a sequence, and tables (S, D) for all of it or None."""
+    """One or two parts of a sequence, and tables (S, D) or (S, H, D) for all of it or None."""
 
     case: BlockCase
     parts: tuple[PartInputs, ...]
@@ -102,11 +111,14 @@ class BlockInputs:
 
     def options(self) -> dict[str, Any]:
         """Return the options of ``attention_block`` and ``quantize``."""
-        q_norms, k_norms = [part.q_norm for part in self.parts], [part.k_norm for part in self.parts]
-        one = len(self.parts) == 1
+        norms = {name: [getattr(part, name) for part in self.parts] for name in PartInputs._fields[3:]}
+        rope = self.rope
+        if rope is not None and self.case.head_tables:
+            rope = rope[0].transpose(0, 1).unsqueeze(0), rope[1].transpose(0, 1).unsqueeze(0)
         return {
-            "q_norm": q_norms[0] if one else q_norms, "k_norm": k_norms[0] if one else k_norms, "norm_eps": _EPS,
-            "rope": self.rope, "rope_interleaved": self.case.interleaved,
+            **{name: xs[0] if len(xs) == 1 or xs[0] is None else xs for name, xs in norms.items()},
+            "norm": "layer" if self.case.layer else "rms", "norm_eps": _EPS, "rope": rope,
+            "rope_interleaved": self.case.interleaved,
         }  # fmt: skip
 
 
@@ -119,12 +131,16 @@ def make_inputs(case: BlockCase, device: str) -> BlockInputs:
             torch.randn(case.batch, tokens, n, case.head_dim, device=device, dtype=torch.bfloat16)
             for n in (case.heads, case.kv_heads, case.kv_heads)
         )
-        weights = torch.rand(2, case.head_dim, device=device, dtype=torch.bfloat16) + 0.5
-        parts.append(PartInputs(q, k, v, weights[0], weights[1]))
+        shape = (case.heads, case.head_dim) if case.over_heads else (case.head_dim,)
+        weights = torch.rand(2, *shape, device=device, dtype=torch.bfloat16) + 0.5
+        biases = torch.randn(2, *shape, device=device, dtype=torch.bfloat16) / 5 if case.layer else (None, None)
+        parts.append(PartInputs(q, k, v, weights[0], weights[1], biases[0], biases[1]))
     rope = None
     if case.rope:
         frequencies = 1e4 ** -torch.linspace(0.0, 1.0, case.head_dim // 2, device=device)
         angles = torch.outer(torch.arange(case.tokens, device=device), frequencies)
+        if case.head_tables:
+            angles = angles.unsqueeze(1) / torch.arange(1, case.heads + 1, device=device).unsqueeze(1)
         angles = angles.repeat_interleave(2, -1) if case.interleaved else torch.cat([angles, angles], -1)
         dtype = torch.float32 if case.interleaved else torch.bfloat16
         rope = angles.cos().to(dtype), angles.sin().to(dtype)
@@ -135,7 +151,7 @@ def rotate(x: Tensor, rope: tuple[Tensor, Tensor] | None, interleaved: bool) -> 
     """Rotate x (B, S, H, D) as models do, for torch.compile."""
     if rope is None:
         return x
-    cos, sin = (table.unsqueeze(1) for table in rope)
+    cos, sin = (table if table.dim() == 3 else table.unsqueeze(1) for table in rope)
     if interleaved:
         a, b = x[..., 0::2], x[..., 1::2]
         turned = torch.stack([-b, a], -1).flatten(-2)
@@ -145,14 +161,19 @@ def rotate(x: Tensor, rope: tuple[Tensor, Tensor] | None, interleaved: bool) -> 
     return (x.float() * cos + turned.float() * sin).to(x.dtype)
 
 
+def normalize(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Compute LayerNorm of x (B, S, H, D) with a bias, RMSNorm without, over the dimensions of the weight."""
+    if bias is None:
+        return torch.nn.functional.rms_norm(x, weight.shape, weight, _EPS)
+    return torch.nn.functional.layer_norm(x, weight.shape, weight, bias, _EPS)
+
+
 def normalize_and_rotate(
     parts: Sequence[PartInputs], rope: tuple[Tensor, Tensor] | None, interleaved: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Normalize Q and K of each part, join the parts, and rotate Q and K. Return Q, K and V (B, S, H, D)."""
-    normalize = torch.nn.functional.rms_norm
     normalized = [
-        (normalize(p.q, p.q_norm.shape, p.q_norm, _EPS), normalize(p.k, p.k_norm.shape, p.k_norm, _EPS), p.v)
-        for p in parts
+        (normalize(p.q, p.q_norm, p.q_norm_bias), normalize(p.k, p.k_norm, p.k_norm_bias), p.v) for p in parts
     ]
     q, k, v = normalized[0] if len(parts) == 1 else (torch.cat(xs, 1) for xs in zip(*normalized, strict=True))
     return rotate(q, rope, interleaved), rotate(k, rope, interleaved), v
@@ -245,6 +266,8 @@ def _torchao(inputs: BlockInputs) -> BoundCall:
     rope = inputs.rope
     if rope is None:
         raise ValueError("the case has no RoPE")
+    if inputs.case.head_tables:
+        raise ValueError("its tables are the same for all heads")
     kernels = importlib.import_module("torchao.prototype.attention.quantization.triton_rope_qkv_quantization")
 
     def call() -> Tensor:
@@ -317,8 +340,10 @@ def _quantize(inputs: BlockInputs) -> BoundCall:
 
 @_register("copy", "copy of as many bytes", "none", TORCH, attention=False)
 def _copy(inputs: BlockInputs) -> BoundCall:
-    elements = sum(x.numel() for part in inputs.parts for x in part[:3])
-    source = torch.empty(elements * 3 // 2, dtype=torch.uint8, device=inputs.parts[0].q.device)
+    moved = 3 * sum(x.numel() for part in inputs.parts for x in part[:3])
+    if inputs.rope is not None and inputs.case.head_tables:  # shared tables are a few percent, and not counted
+        moved += sum(x.nbytes for x in inputs.rope)
+    source = torch.empty(moved // 2, dtype=torch.uint8, device=inputs.parts[0].q.device)
     target = torch.empty_like(source)
     return BoundCall(lambda: target.copy_(source))
 
@@ -328,17 +353,15 @@ def measure_error(inputs: BlockInputs, out: Tensor) -> float:
     case = inputs.case
     rows = torch.arange(0, case.tokens, -(-case.tokens // _SAMPLED_ROWS), device=out.device)
     tables = None if inputs.rope is None else (inputs.rope[0].double(), inputs.rope[1].double())
+    exact = [
+        PartInputs(*(x[-1:].double() for x in p[:3]), *(x if x is None else x.double() for x in p[3:]))
+        for p in inputs.parts
+    ]
+    every = normalize_and_rotate(exact, tables, case.interleaved)
     difference = norm = 0.0
     for head in (0, case.heads - 1):
         kv_head = head * case.kv_heads // case.heads
-        exact = [
-            PartInputs(
-                p.q[-1:, :, head : head + 1].double(), p.k[-1:, :, kv_head : kv_head + 1].double(),
-                p.v[-1:, :, kv_head : kv_head + 1].double(), p.q_norm.double(), p.k_norm.double(),
-            )
-            for p in inputs.parts
-        ]  # fmt: skip
-        q, k, v = (x[0, :, 0] for x in normalize_and_rotate(exact, tables, case.interleaved))
+        q, k, v = (x[0, :, n] for x, n in zip(every, (head, kv_head, kv_head), strict=True))
         scores = q[rows] @ k.T / math.sqrt(case.head_dim)
         if case.causal:
             scores = scores.masked_fill(torch.arange(case.tokens, device=out.device) > rows[:, None], -math.inf)

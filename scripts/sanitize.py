@@ -58,6 +58,7 @@ def cases() -> Iterator[tuple[str, Callable[[], object]]]:
         yield f"quantize, attention {precision}, head dim {head_dim}", partial(_kept, precision, head_dim)
     for head_dim in HEAD_DIMS:
         yield f"norm, RoPE, head dim {head_dim}", partial(_transform, head_dim)
+        yield f"LayerNorm, tables of heads, head dim {head_dim}", partial(_transform_of_heads, head_dim)
     for head_dim, rows in product(HEAD_DIMS, (1, 300)):
         name = f"serving {'decode' if rows == 1 else 'prefill'}, append, plan, head dim {head_dim}"
         yield name, partial(_serve, head_dim, rows)
@@ -114,6 +115,19 @@ def _transform(head_dim: int) -> None:
             rope=(_randn(300, rope_dim // 2), _randn(300, rope_dim // 2)), rope_dim=rope_dim,
             rope_interleaved=interleaved,
         )  # fmt: skip
+
+
+def _transform_of_heads(head_dim: int) -> None:
+    """LayerNorm of each head, then over all heads with tables of each head; two tiles of rows."""
+    import greenfast
+
+    block: Any = greenfast.attention_block
+    q, k, v = (_randn(1, 3, 200, head_dim) for _ in range(3))
+    table = _randn(200, head_dim // 2)
+    of_heads = _randn(1, 200, 3, head_dim // 2).transpose(1, 2)
+    for shape, rope in (((), (table, table)), ((3,), (of_heads, of_heads))):
+        weight, bias = _randn(*shape, head_dim), _randn(*shape, head_dim)
+        block(q, k, v, norm="layer", q_norm=weight, k_norm=weight, q_norm_bias=bias, k_norm_bias=bias, rope=rope)
 
 
 def _serve(head_dim: int, rows: int) -> None:

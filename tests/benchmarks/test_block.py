@@ -13,10 +13,18 @@ from benchmarks import block
 from benchmarks.__main__ import BENCHMARKS
 
 
-@pytest.mark.parametrize("name", ["Flux-like", "Flux-like, text and image", "Llama-like, 2k", "Gemma-like", "SD3-like"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "Flux-like", "Flux-like, text and image", "Llama-like, 2k", "Gemma-like", "SD3-like", "LTX-like",
+        "CogVideoX-like",
+    ],
+)  # fmt: skip
 def test_separate_steps_equal_the_block(name: str) -> None:
     case = block.CASES[name]
-    case = replace(case, batch=1, heads=4, kv_heads=2, tokens=140, text=min(case.text, 50))
+    case = replace(
+        case, batch=1, heads=4, kv_heads=4 if case.head_tables else 2, tokens=140, text=min(case.text, 50)
+    )  # fmt: skip
     inputs = block.make_inputs(case, "cpu")
     sdpa: Any = greenfast.sdpa
     steps = block.normalize_and_rotate(inputs.parts, inputs.rope, case.interleaved)

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.functional import rms_norm, scaled_dot_product_attention
 
 import greenfast
+from greenfast.ops.block import parse_transform, transform_both
 from tests.ops.test_block import EPS, exact, make_angles, make_weights, measure_error, tensors
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper_gpu")]
@@ -125,6 +126,54 @@ def test_norms_over_all_heads(head_dim: int) -> None:
     found = block(q.cuda(), k.cuda(), v.cuda(), True, **options)
     assert measure_error(found.cpu(), wanted) < 0.07
     assert torch.equal(found, greenfast.attention(quantize(q.cuda(), k.cuda(), v.cuda(), **options), is_causal=True))
+
+
+@pytest.mark.parametrize(("heads", "rows"), [((4, 2), 700), ((24, 24), 4608)])
+@pytest.mark.parametrize("over_heads", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 72, 128, 256])
+def test_layer_norm(head_dim: int, over_heads: bool, heads: tuple[int, int], rows: int) -> None:
+    """Codes of rows that PyTorch normalizes and rotates, also where the deviation is small beside the mean."""
+    q, k, v = (x.cuda() for x in tensors(head_dim, heads, rows))
+    shapes = [(n, head_dim) if over_heads else (head_dim,) for n in heads]
+    weights = [torch.rand(shape, device="cuda") + 0.5 for shape in shapes]
+    biases = [torch.randn(shape, device="cuda") / 5 for shape in shapes]
+    options: Any = {"norm": "layer", "q_norm_bias": biases[0], "k_norm_bias": biases[1]}
+    options |= make_options((head_dim, head_dim // 8 * 4, True, torch.float32, ""), rows)
+    assert_codes_of_separate_steps(q, k, v, q_norm=weights[0], k_norm=weights[1], **options)
+    plain = options | {"q_norm_bias": None, "k_norm_bias": None}
+    weights = weights if over_heads else [True, True]  # type: ignore[list-item]
+    assert_codes_of_separate_steps(100 + q / 10, 100 + k / 10, v, q_norm=weights[0], k_norm=weights[1], **plain)
+
+
+@pytest.mark.parametrize(("heads", "rows"), [(3, 700), (32, 5120)])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_tables_of_heads(head_dim: int, interleaved: bool, heads: int, rows: int) -> None:
+    """LTX-Video: norms over all heads, and tables (B, S, H x D) of which each head has a part."""
+    q, k, v = (x.cuda() for x in tensors(head_dim, (heads, heads), rows))
+    weights = [torch.rand(heads, head_dim, device="cuda") + 0.5 for _ in range(2)]
+    angles = torch.randn(2, rows, heads, head_dim // 2, device="cuda")
+    angles = angles.repeat_interleave(2, -1) if interleaved else torch.cat([angles, angles], -1)
+    rope = angles.cos().transpose(1, 2), angles.sin().transpose(1, 2)
+    options: Any = dict(q_norm=weights[0], k_norm=weights[1], norm_eps=EPS, rope=rope, rope_interleaved=interleaved)
+    assert_codes_of_separate_steps(q, k, v, **options)
+    out = block(q, k, v, True, **options)
+    assert torch.equal(out, greenfast.attention(quantize(q, k, v, **options), is_causal=True))
+
+
+def assert_codes_of_separate_steps(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> None:
+    """Compare codes and scales with those of rows that PyTorch has normalized and rotated in 16 bits."""
+    defaults: dict[str, Any] = dict(norm="rms", q_norm_bias=None, k_norm_bias=None, rope_dim=None)
+    transform = parse_transform(q, k, **defaults | options)
+    assert transform is not None
+    wanted = quantize(*transform_both(q, k, transform), v)
+    found = quantize(q, k, v, **options)
+    assert torch.equal(found.value, wanted.value)
+    for name in ("query", "key"):
+        assert (getattr(found, name) != getattr(wanted, name)).float().mean() < 5e-3, name
+        scale = f"{name}_scale"
+        assert torch.allclose(getattr(found, scale), getattr(wanted, scale), rtol=2**-7), name
+    assert torch.allclose(found.key_mean, wanted.key_mean, atol=2e-3)
 
 
 def test_gradients() -> None:
