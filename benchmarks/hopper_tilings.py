@@ -36,6 +36,7 @@ from greenfast.evolve.space import Space, read_space
 from greenfast.judge.error_metrics import worst_bound_ratio
 from greenfast.judge.implementation import build_image
 from greenfast.judge.store import read_json, to_json, write_whole
+from greenfast.kernels import HEAD_DIMS
 from greenfast.kernels.attention import hopper, tuning_space
 from greenfast.kernels.attention.config import FORMATS, QUERY_BLOCK, ROW_BLOCK, AttentionConfig, read_dims
 from greenfast.kernels.attention.heuristics import planned
@@ -43,7 +44,6 @@ from greenfast.spec.errors import CompileError, MachineError, UsageError
 from greenfast.spec.problem import Case, to_dtype
 from tasks.fp8_attention import problem as attention
 
-HEAD_DIMS = (64, 128, 256)
 LENGTHS = (1024, 4096, 16384)
 TOKENS = 16384  # batch times length
 COLUMNS = 2048  # heads times head dim

@@ -39,9 +39,10 @@ from greenfast.device.identity import code_hash
 from greenfast.judge.record_io import RECORD
 from greenfast.judge.store import write_whole
 from greenfast.judge.task import find_task, load_family, task_names
+from greenfast.kernels import HEAD_DIMS
 from greenfast.kernels.merge import merge
 from greenfast.kernels.serving import attention as serving
-from greenfast.kernels.serving.config import HEAD_DIMS, VALUE_LAYOUTS, ServingConfig
+from greenfast.kernels.serving.config import VALUE_LAYOUTS, ServingConfig
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import CompileError, GreenfastError, UsageError
 from greenfast.spec.kernel import KernelSource, render_program

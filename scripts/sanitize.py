@@ -34,6 +34,7 @@ from greenfast.device.compiler import compile_kernel
 from greenfast.device.gpu_session import GpuSession
 from greenfast.device.session import Executable, KernelImage
 from greenfast.judge.report.formatting import table
+from greenfast.kernels import HEAD_DIMS
 from greenfast.spec.arch import Target
 from greenfast.spec.kernel import KernelSource, Launch
 from greenfast.spec.problem import Case, OutputSpec
@@ -41,7 +42,7 @@ from greenfast.spec.problem import Case, OutputSpec
 TOOLS = ("memcheck", "racecheck", "synccheck")
 #: Whose reports decide the exit code.
 DECIDING = ("memcheck", "synccheck")
-HEAD_DIMS, PRECISIONS = (64, 128, 256), ("fp8", "int8", "int8_fine")
+PRECISIONS = ("fp8", "int8", "int8_fine")
 _RUN = "case: "
 _FOUND = re.compile(r"ERROR SUMMARY: (\d+)|RACECHECK SUMMARY: (\d+)")
 _REPORT = re.compile(r"^========= (?:Invalid|Barrier|Error|Misaligned).*")

@@ -24,7 +24,8 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 from vllm.v1.kv_cache_interface import KVCacheLayout
 
 from greenfast.flash_attn import flash_attn_varlen_func
-from greenfast.ops.quantized import DTYPES, HEAD_DIMS
+from greenfast.kernels import HEAD_DIMS
+from greenfast.ops.quantized import DTYPES
 from greenfast.serving.checks import PAGE_SIZES
 from greenfast.serving.pages import KVPages, view_pages
 from greenfast.serving.plan import ServingPlan, append_kv

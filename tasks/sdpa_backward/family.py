@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from greenfast.kernels import HEAD_DIMS
 from greenfast.kernels.attention import backward
 from greenfast.spec.errors import UsageError, unknown
 from greenfast.spec.kernel import Program, Step
@@ -25,8 +26,8 @@ def read_dims(dims: Mapping[str, int], fmt: str) -> dict[str, int]:
             f"a shape of sdpa_backward needs {', '.join(_REQUIRED)}, each at least 1, and may have CAUSAL=1; "
             f"got {dict(dims)}"
         )
-    if dims["D"] not in backward.HEAD_DIMS:
-        raise UsageError(f"D={dims['D']}: allowed are {', '.join(map(str, backward.HEAD_DIMS))}")
+    if dims["D"] not in HEAD_DIMS:
+        raise UsageError(f"D={dims['D']}: allowed are {', '.join(map(str, HEAD_DIMS))}")
     if dims["H"] % dims["HK"]:
         raise UsageError(f"H={dims['H']}, HK={dims['HK']}: HK must divide H")
     if dims.get("CAUSAL", 0) not in (0, 1):

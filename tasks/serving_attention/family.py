@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from greenfast.kernels import HEAD_DIMS
 from greenfast.kernels.serving import attention
 from greenfast.kernels.serving.attention import ServingSizes, ServingStrides
-from greenfast.kernels.serving.config import FEW_ROWS, HEAD_DIMS, ServingConfig, few_rows
+from greenfast.kernels.serving.config import FEW_ROWS, ServingConfig, few_rows
 from greenfast.spec.errors import UsageError, unknown
 from greenfast.spec.kernel import Program, Step, Workspace
 

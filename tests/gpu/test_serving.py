@@ -17,9 +17,9 @@ from torch import Tensor
 
 import greenfast
 from greenfast.flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
+from greenfast.kernels import HEAD_DIMS
 from greenfast.kernels.attention.config import KEY_ORDER
 from greenfast.kernels.serving import attention
-from greenfast.kernels.serving.config import HEAD_DIMS
 from greenfast.numerics import serving as reference
 from greenfast.serving import launch_cache as serving_request
 from greenfast.serving import torch_ops as serving_ops

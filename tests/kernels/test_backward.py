@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from greenfast.device.compiler import compile_kernel
+from greenfast.kernels import HEAD_DIMS
 from greenfast.kernels.attention import backward
 from greenfast.kernels.attention.config import padded_keys
 from greenfast.ops import quantized_backward
@@ -192,7 +193,7 @@ def quantize(tensors: list[Tensor], out: Tensor, lse: Tensor) -> dict[str, Tenso
     return {name: torch.from_numpy(buffers[name]) for name in specs}
 
 
-@pytest.mark.parametrize("dim", backward.HEAD_DIMS)
+@pytest.mark.parametrize("dim", HEAD_DIMS)
 def test_the_quantizer_writes_the_defined_codes(dim: int) -> None:
     q, k, v, g = draw(2, 1, 70, 140, dim)
     k += 2.0
@@ -272,7 +273,7 @@ def test_the_mean_of_keys_is_that_of_all_chunks() -> None:
         torch.testing.assert_close(torch.from_numpy(buffers[name]), wanted, rtol=1e-5, atol=0.0)
 
 
-@pytest.mark.parametrize("dim", backward.HEAD_DIMS)
+@pytest.mark.parametrize("dim", HEAD_DIMS)
 @pytest.mark.parametrize("causal", [False, True])
 def test_products_overlap(causal: bool, dim: int) -> None:
     """ptxas serializes wgmma (messages C7510 to C7517) after small changes of the loop, at half the speed."""

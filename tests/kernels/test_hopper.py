@@ -10,6 +10,7 @@ import pytest
 from greenfast.device.compiler import compile_kernel
 from greenfast.device.machine_code import count_instructions, disassemble
 from greenfast.judge.task import find_task
+from greenfast.kernels import HEAD_DIMS
 from greenfast.kernels.attention import heuristics, hopper
 from greenfast.kernels.attention.config import AttentionConfig, Mask, Sizes, Strides, read_dims
 from greenfast.kernels.attention.heuristics import Tiling
@@ -110,7 +111,7 @@ def test_tiles_by_shape() -> None:
 @pytest.mark.parametrize("causal", [0, 1])
 def test_fixed_tiles_depend_on_no_size(causal: int, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = [(b, h, s, kv) for b in (1, 3, 64) for h in (1, 40) for s in (1, 100, 4096) for kv in (64, 2048, 40000)]
-    for head_dim in heuristics.HEAD_DIMS:
+    for head_dim in HEAD_DIMS:
         dims = [{"B": b, "H": h, "S": s, "KV": kv, "D": head_dim, "CAUSAL": causal} for b, h, s, kv in sizes]
         assert len({tiles(d) for d in dims}) > 1
         with monkeypatch.context() as patch:

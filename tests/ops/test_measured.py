@@ -15,6 +15,7 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.utils.flop_counter import FlopCounterMode
 
 import greenfast
+from greenfast.kernels import HEAD_DIMS
 from greenfast.ops import routing, routing_rules
 from greenfast.ops.quantized import PRECISIONS
 from greenfast.ops.routing_rules import FA3, TORCH
@@ -270,7 +271,7 @@ def test_unmeasured_calls_need_long_sequences() -> None:
 def test_the_packages_rules_are_of_measured_head_dims() -> None:
     result = routing_rules.load_data()["rules"]
     assert {(rule["against"], rule["precision"], rule["head_dim"], rule["causal"]) for rule in result} == set(
-        product((TORCH, FA3), PRECISIONS, routing_rules.HEAD_DIMS, (False, True))
+        product((TORCH, FA3), PRECISIONS, HEAD_DIMS, (False, True))
     )
     for rule in result:
         assert rule["least"] is None or rule["slowest"] >= 1.0

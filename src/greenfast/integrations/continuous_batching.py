@@ -18,7 +18,8 @@ from torch import Tensor
 
 from greenfast.flash_attn import flash_attn_varlen_func
 from greenfast.integrations.transformers import NAME, register_with_transformers
-from greenfast.ops.quantized import DTYPES, HEAD_DIMS
+from greenfast.kernels import HEAD_DIMS
+from greenfast.ops.quantized import DTYPES
 from greenfast.serving.checks import PAGE_SIZES
 from greenfast.serving.pages import KVPages, compute_slots, find_sequences, get_page_bytes, view_pages
 from greenfast.serving.plan import ServingPlan, append_kv

@@ -7,6 +7,9 @@ from greenfast.spec.kernel import KernelSource
 #: The folder that kernels' ``#include "..."`` lines resolve in.
 KERNEL_DIR = Path(__file__).parent
 
+#: Head dims of the Hopper kernels. Other head dims are zero-padded to the next one.
+HEAD_DIMS = (64, 128, 256)
+
 #: dtype of an attention's input or output -> CUDA C++ type.
 CUDA_TYPES = {"float16": "half", "bfloat16": "__nv_bfloat16"}
 

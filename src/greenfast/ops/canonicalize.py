@@ -11,10 +11,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from greenfast.kernels import HEAD_DIMS
 from greenfast.ops import torch_ops
 from greenfast.ops.block_mask import BlockMask
 from greenfast.ops.layout import pad_head_dim
-from greenfast.ops.quantized import DTYPES, HEAD_DIMS, TOKEN, format_head_dim_error
+from greenfast.ops.quantized import DTYPES, TOKEN, format_head_dim_error
 from greenfast.ops.symbols import is_known, require
 
 Shape = tuple[int, ...]

@@ -10,6 +10,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 
+from greenfast.kernels import HEAD_DIMS
 from greenfast.kernels.attention.config import KEY_GROUPS, QUERY_BLOCK, ROW_BLOCK, AttentionConfig, padded_keys
 from greenfast.ops.symbols import is_known, may_be_same_shape, require, require_same_shape
 
@@ -29,8 +30,6 @@ SDPA_PRECISIONS = (*PRECISIONS, TOKEN, "auto")
 FINE = "int8_fine"
 #: The granularity of V's scales: one per 128 keys, per head, or per channel of a head.
 VALUE_SCALES = ("block", "head", "channel")
-#: Head dims of the kernels; others are zero-padded to the next one.
-HEAD_DIMS = (64, 128, 256)
 DTYPES = (torch.float16, torch.bfloat16)
 
 

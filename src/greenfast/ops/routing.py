@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from greenfast.kernels.attention.backward import HEAD_DIMS
+from greenfast.kernels import HEAD_DIMS
 from greenfast.ops import routing_rules, torch_ops
 from greenfast.ops.arguments import (
     MASKED_ON_HOPPER,
@@ -400,7 +400,7 @@ def _choose_faster(query: Tensor, form: CanonicalCall, precision: str, gpu: Targ
         keys, reuse = queries, reuse * queries // keys
     elif form.causal == 2 and is_certain(queries > keys):  # lower right: the first queries attend to nothing
         queries, reuse = keys, reuse * keys // queries
-    head_dim = next((d for d in routing_rules.HEAD_DIMS if width == d), 0)
+    head_dim = next((d for d in HEAD_DIMS if width == d), 0)
     measured = head_dim and form.mask is None and _have_rules(query, gpu)
     rules = _get_rules(head_dim, form.causal > 0, precision) if measured else None
     if rules is None:

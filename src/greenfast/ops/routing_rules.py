@@ -19,7 +19,6 @@ Rule: TypeAlias = "tuple[str, int, int, float, str]"
 
 #: The baselines: PyTorch's attention, or the faster of the two if FlashAttention-3 is active in PyTorch.
 TORCH, FA3 = "PyTorch's attention", "PyTorch's attention and FlashAttention-3"
-HEAD_DIMS = (64, 128, 256)
 #: The measured target. Calls without a measurement need this number of queries and of keys.
 TARGET = "sm_90a"
 UNMEASURED_LENGTH = 4096

@@ -18,9 +18,10 @@ from torch import Tensor
 
 from greenfast.device import cache
 from greenfast.device.compiler import CompiledKernel, compile_kernel
+from greenfast.kernels import HEAD_DIMS
 from greenfast.kernels.attention.config import Mask
 from greenfast.ops.cuda import build_attention_step, build_quantize_step, build_sdpa_config, build_sdpa_steps, get_sizes
-from greenfast.ops.quantized import DTYPES, HEAD_DIMS, PRECISIONS
+from greenfast.ops.quantized import DTYPES, PRECISIONS
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import MachineError, UsageError, unknown
 from greenfast.spec.kernel import KernelSource

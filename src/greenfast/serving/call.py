@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from greenfast.kernels import HEAD_DIMS
 from greenfast.kernels.serving.config import NARROW_ROWS
 from greenfast.ops.arguments import (
     MAX_LENGTH,
@@ -19,7 +20,7 @@ from greenfast.ops.arguments import (
     parse_number,
 )
 from greenfast.ops.layout import is_capturing, synchronized
-from greenfast.ops.quantized import DTYPES, HEAD_DIMS, check_device
+from greenfast.ops.quantized import DTYPES, check_device
 from greenfast.ops.symbols import is_certain, is_known, require, require_same_shape
 from greenfast.ops.varlen import MAX_WINDOW, attend_packed, check_varlen
 from greenfast.serving import torch_ops as serving_ops

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from greenfast.kernels import HEAD_DIMS
 from greenfast.kernels.attention.config import KEY_GROUP
 from greenfast.ops.arguments import (
     MAX_LENGTH,
@@ -18,7 +19,7 @@ from greenfast.ops.arguments import (
     parse_length,
     parse_softcap,
 )
-from greenfast.ops.quantized import DTYPES, HEAD_DIMS, check_device
+from greenfast.ops.quantized import DTYPES, check_device
 from greenfast.ops.symbols import is_known, require, require_same_shape
 
 E4M3 = torch.float8_e4m3fn

@@ -9,8 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from greenfast.kernels import HEAD_DIMS
 from greenfast.ops.arguments import parse_length
-from greenfast.ops.quantized import HEAD_DIMS, check_choice
+from greenfast.ops.quantized import check_choice
 from greenfast.serving.checks import PAGE_SIZES, check_strided_argument
 from greenfast.serving.pages import KVPages, allocate_pages
 

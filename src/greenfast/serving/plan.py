@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from greenfast.kernels import HEAD_DIMS
 from greenfast.ops import arguments
 from greenfast.ops.arguments import MAX_LENGTH, check_flag, parse_length, parse_number
 from greenfast.ops.call_cache import replay
-from greenfast.ops.quantized import HEAD_DIMS, check_device
+from greenfast.ops.quantized import check_device
 from greenfast.ops.symbols import require
 from greenfast.serving import torch_ops as serving_ops
 from greenfast.serving.checks import MAX_GROUP_SIZE, check_strided_argument, is_valid_grouping

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from greenfast.device.compiler import compile_kernel, to_ptx
+from greenfast.kernels import HEAD_DIMS
 from greenfast.kernels.attention.config import KEY_ORDER
 from greenfast.kernels.serving import append as kernels
 from greenfast.kernels.serving.append import AppendConfig, AppendSizes
@@ -194,7 +195,7 @@ def test_codes_depend_on_the_scale_alone() -> None:
     assert torch.equal(found["k_cache"].view(torch.uint8)[0, 4], fixed["k_cache"].view(torch.uint8)[0, 4])
 
 
-@pytest.mark.parametrize("head_dim", kernels.HEAD_DIMS)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize(
     ("grouped", "scales"),
     [

@@ -22,8 +22,6 @@ from greenfast.spec.kernel import Argument, KernelSource, Launch, TensorMap
 SUM_ENTRY, MEASURE_ENTRY, ENCODE_ENTRY = "backward_sum_keys", "backward_measure_keys", "backward_encode"
 KEYS_ENTRY, QUERIES_ENTRY = "attention_backward_keys", "attention_backward_queries"
 TARGET = Target("sm_90a")
-#: Head dims with kernels.
-HEAD_DIMS = (64, 128, 256)
 #: Rows of a warpgroup, and queries of a table.
 ROWS = 64
 #: Words of a QueryTable: the starts of S and of dP, and four of the tile.

@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
+from greenfast.kernels import HEAD_DIMS
 from greenfast.kernels.attention.config import AttentionConfig, Mask, Sizes
 from greenfast.spec.errors import UsageError
 
-HEAD_DIMS = (64, 128, 256)
 ROWS = 64  # query rows of a warpgroup
 _L2_BYTES = 32 * 2**20  # of an H100's 50 MiB, for the codes of K and V that are read at one time
 _WIDEST = 256  # columns of the widest wgmma

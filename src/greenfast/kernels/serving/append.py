@@ -6,13 +6,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from greenfast.kernels import CUDA_TYPES, FLOAT_TYPES, make_source
+from greenfast.kernels import CUDA_TYPES, FLOAT_TYPES, HEAD_DIMS, make_source
 from greenfast.spec.errors import UsageError
 from greenfast.spec.kernel import Argument, KernelSource, Launch
 
 ENTRY = "append_kv"
 PAGE_SIZES = (16, 32, 64, 128)
-HEAD_DIMS = (64, 128, 256)
 #: Columns of a row per thread. RoPE rotates all of them or none.
 COLUMNS = 16
 #: Tokens of grouped V per block.

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from greenfast.kernels import HEAD_DIMS
 from greenfast.spec.errors import UsageError
 
-HEAD_DIMS = (64, 128, 256)
 VALUE_LAYOUTS = ("grouped", "rows")
 FEW_ROWS = (8, 16)  # rows of a row tile for decoding
 NARROW_ROWS = 64  # rows of a row tile that is not wide
