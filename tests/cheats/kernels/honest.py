@@ -16,8 +16,7 @@ KERNELS = named({
     **{name: Kernel("", "", "", (_PROBLEMS / problem / f"{name}.cu").read_text()) for problem, name in _BASELINES.items()},
     "aliased_shared": Kernel("", "", "dynamic shared memory that is doubles first and floats later", r"""
 extern __shared__ double pool[];
-extern "C" __global__ void doubling(const float* x, float* y, int n) {
-  const int i = blockIdx.x * blockDim.x + threadIdx.x;
+INDEX
   pool[threadIdx.x] = i < n ? x[i] : 0.0f;
   __syncthreads();
   const double mine = pool[(threadIdx.x + 1) % blockDim.x];
@@ -29,8 +28,7 @@ extern "C" __global__ void doubling(const float* x, float* y, int n) {
 }
 """, launch={"shared": 2048}),
     "asserts": Kernel("", "", "asserts what holds", r"""
-extern "C" __global__ void doubling(const float* x, float* y, int n) {
-  const int i = blockIdx.x * blockDim.x + threadIdx.x;
+INDEX
 
   assert(gridDim.x * blockDim.x >= n);
   if (i < n) y[i] = 2.0f * x[i];
@@ -48,8 +46,7 @@ extern "C" __global__ void doubling(const float* x, float* y, int n) {
 }
 """),
     "bits": Kernel("", "", "adds one to the exponent of what is normal", r"""
-extern "C" __global__ void doubling(const float* x, float* y, int n) {
-  const int i = blockIdx.x * blockDim.x + threadIdx.x;
+INDEX
 
   if (i >= n) return;
   const unsigned bits = __float_as_uint(x[i]), exponent = bits >> 23 & 0xFF;
@@ -236,8 +233,7 @@ extern "C" __global__ void doubling(const float* x, float* y, int n) {
     "constant_table": Kernel("", "", "a table in constant memory that is never written", r"""
 __constant__ const float factors[4] = {2.0f, 2.0f, 2.0f, 2.0f};
 
-extern "C" __global__ void doubling(const float* x, float* y, int n) {
-  const int i = blockIdx.x * blockDim.x + threadIdx.x;
+INDEX
   if (i < n) y[i] = factors[i % 4] * x[i];
 }
 """),
@@ -269,8 +265,7 @@ extern "C" __global__ void counts(const int* x, int* y, int n) {
 }
 """, problem="counts", launch={"grid": [1], "block": [32]}),
     "dead_instruction": Kernel("", "", "has an instruction that the emulator does not know where no thread comes", r"""
-extern "C" __global__ void doubling(const float* x, float* y, int n) {
-  const int i = blockIdx.x * blockDim.x + threadIdx.x;
+INDEX
   if (n == -1) asm volatile("tensormap.replace.tile.rank.global.b1024.b32 [%0], 2;" :: "l"(y) : "memory");
   if (i < n) y[i] = 2.0f * x[i];
 }
@@ -308,8 +303,7 @@ extern "C" __global__ void sums(const float* x, float* y, int rows, int columns)
 }
 """, problem="sums", launch={"block": [32]}),
     "doubles": Kernel("", "", "in double precision", r"""
-extern "C" __global__ void doubling(const float* x, float* y, int n) {
-  const int i = blockIdx.x * blockDim.x + threadIdx.x;
+INDEX
   if (i < n) y[i] = static_cast<float>(2.0 * x[i]);
 }
 """),
@@ -362,8 +356,7 @@ extern "C" __global__ void doubling(const float* half, float* y, int n) {
 }
 """, launches=[{"kernel": "load", "grid": ["ceildiv(N, 256)"], "block": [256], "args": ["x", "half", "int32(N)"]}, {"kernel": "doubling", "grid": ["ceildiv(N, 256)"], "block": [256], "early": True, "args": ["half", "y", "int32(N)"]}], target="sm_90a", workspaces={"half": {"bytes": "4 * N"}}),
     "elected_thread": Kernel("", "", "one thread of each warp, elected, stores what all have", r"""
-extern "C" __global__ void doubling(const float* x, float* y, int n) {
-  const int i = blockIdx.x * blockDim.x + threadIdx.x;
+INDEX
   float v = i < n ? 2.0f * x[i] : 0.0f;
   unsigned elected;
   asm volatile("{.reg .pred p; elect.sync _|p, 0xffffffff; selp.u32 %0, 1, 0, p;}" : "=r"(elected));
@@ -391,8 +384,7 @@ extern "C" __global__ void sums(const unsigned long long* total, float* y, int r
 __device__ __noinline__ float by_sum(float v) { return v + v; }
 __device__ __noinline__ float by_product(float v) { return 2.0f * v; }
 
-extern "C" __global__ void doubling(const float* x, float* y, int n) {
-  const int i = blockIdx.x * blockDim.x + threadIdx.x;
+INDEX
 
   float (*const function)(float) = i < n && x[i] < 0 ? by_product : by_sum;
   if (i < n) y[i] = function(x[i]);
@@ -478,8 +470,7 @@ extern "C" __global__ void doubling(float* x, int n) {
 }
 """, problem="in_place", launch={"kernel": "doubling", "args": ["x", "int32(N)"]}),
     "inline_ptx": Kernel("", "", "inline PTX", r"""
-extern "C" __global__ void doubling(const float* x, float* y, int n) {
-  const int i = blockIdx.x * blockDim.x + threadIdx.x;
+INDEX
 
   float v = 0.0f;
   if (i < n) v = x[i];
@@ -501,8 +492,7 @@ extern "C" __global__ void sums(const float* x, float* y, int rows, int columns)
 }
 """, problem="sums", launch={"grid": ["ceildiv(R, 32)"], "block": [32]}),
     "lambdas": Kernel("", "", "a lambda that captures", r"""
-extern "C" __global__ void doubling(const float* x, float* y, int n) {
-  const int i = blockIdx.x * blockDim.x + threadIdx.x;
+INDEX
 
   const auto at = [=](int k) { return 2.0f * x[k]; };
   if (i < n) y[i] = at(i);
@@ -594,8 +584,7 @@ extern "C" __global__ void doubling(const float* x, float* y, int n) {
 }
 """),
     "local_array_of_values": Kernel("", "", "an array in local memory, indexed at run time", r"""
-extern "C" __global__ void doubling(const float* x, float* y, int n) {
-  const int i = blockIdx.x * blockDim.x + threadIdx.x;
+INDEX
 
   if (i >= n) return;
   float values[8];
@@ -633,8 +622,7 @@ extern "C" __global__ void doubling(const float* x, float* y, int n) {
 }
 """, launch={"grid": [3, 5, 4], "block": [64]}),
     "named_barriers": Kernel("", "", "two groups of warps that meet at named barriers", r"""
-extern "C" __global__ void sums(const float* x, float* y, int rows, int columns) {
-  const float* row = x + static_cast<long long>(blockIdx.x) * columns;
+ROW
   __shared__ float part[64];
   const int t = threadIdx.x % 64;
   if (threadIdx.x >= 64) {
@@ -695,22 +683,17 @@ extern "C" __global__ void doubling(const float* x, float* y, int n) {
 }
 """, launch={"grid": [2]}),
     "plain": Kernel("", "", "one element per thread", r"""
-extern "C" __global__ void doubling(const float* x, float* y, int n) {
-  const int i = blockIdx.x * blockDim.x + threadIdx.x;
-  if (i < n) y[i] = 2.0f * x[i];
-}
+DOUBLED
 """),
     "prints": Kernel("", "", "prints what is out of range, which nothing is", r"""
-extern "C" __global__ void doubling(const float* x, float* y, int n) {
-  const int i = blockIdx.x * blockDim.x + threadIdx.x;
+INDEX
 
   if (i < n && !(fabsf(x[i]) < 1e30f)) printf("x[%d] = %f\n", i, x[i]);
   if (i < n) y[i] = 2.0f * x[i];
 }
 """),
     "read_only_loads": Kernel("", "", "__ldg and streaming stores", r"""
-extern "C" __global__ void doubling(const float* x, float* y, int n) {
-  const int i = blockIdx.x * blockDim.x + threadIdx.x;
+INDEX
   if (i < n) __stcs(y + i, 2.0f * __ldg(x + i));
 }
 """),
@@ -888,8 +871,7 @@ template <class Policy, int kTimes> __device__ float apply(float v) {
   return v;
 }
 
-extern "C" __global__ void doubling(const float* x, float* y, int n) {
-  const int i = blockIdx.x * blockDim.x + threadIdx.x;
+INDEX
   if (i < n) y[i] = apply<Twice, 1>(x[i]);
 }
 """),
@@ -939,8 +921,7 @@ extern "C" __global__ void sums(const float* x, float* y, int c) {
     "through_half": Kernel("", "", "keeps the product in half, as the problem allows", r"""
 #include <cuda_fp16.h>
 
-extern "C" __global__ void doubling(const float* x, float* y, int n) {
-  const int i = blockIdx.x * blockDim.x + threadIdx.x;
+INDEX
   if (i < n) y[i] = __half2float(__float2half_rn(2.0f * x[i]));
 }
 """),
@@ -964,18 +945,10 @@ extern "C" __global__ void step(const float* x, const float* from, float* to, in
     "two_launches": Kernel("", "", "the first launch fills a workspace that the second reads", r"""
 
 extern "C" __global__ void load(const float* x, float* half, int n) {
-  const int i = blockIdx.x * blockDim.x + threadIdx.x;
-  if (i < n) half[i] = x[i];
-}
-
-extern "C" __global__ void doubling(const float* half, float* y, int n) {
-  const int i = blockIdx.x * blockDim.x + threadIdx.x;
-  if (i < n) y[i] = 2.0f * half[i];
-}
+HALVES
 """, launches=[{"kernel": "load", "grid": ["ceildiv(N, 256)"], "block": [256], "args": ["x", "half", "int32(N)"]}, {"kernel": "doubling", "grid": ["ceildiv(N, 256)"], "block": [256], "args": ["half", "y", "int32(N)"]}], workspaces={"half": {"bytes": "4 * N"}}),
     "two_stage_sums": Kernel("", "", "warps by shuffles, then the first warp", r"""
-extern "C" __global__ void sums(const float* x, float* y, int rows, int columns) {
-  const float* row = x + static_cast<long long>(blockIdx.x) * columns;
+ROW
   __shared__ float part[4];
   float sum = 0.0f;
   for (int c = threadIdx.x; c < columns; c += 128) sum += row[c];
@@ -998,8 +971,7 @@ extern "C" __global__ void doubling(const float* x, float* y, int n) {
 }
 """, launch={"grid": ["ceildiv(N, 1024)"], "block": [128]}),
     "vector_sums": Kernel("", "", "float4 loads where the row is aligned", r"""
-extern "C" __global__ void sums(const float* x, float* y, int rows, int columns) {
-  const float* row = x + static_cast<long long>(blockIdx.x) * columns;
+ROW
   __shared__ float part[128];
   float sum = 0.0f;
   if (columns % 4 == 0) {
@@ -1040,8 +1012,7 @@ struct Twice : Scale {
 struct Halves : Scale {
   __device__ float of(float v) const override { return v / 0.5f; }
 };
-extern "C" __global__ void doubling(const float* x, float* y, int n) {
-  const int i = blockIdx.x * blockDim.x + threadIdx.x;
+INDEX
   Twice twice;
   Halves halves;
   const Scale* scale = i % 3 ? static_cast<const Scale*>(&twice) : &halves;

@@ -20,9 +20,46 @@ _LAUNCHES: dict[str, dict[str, Any]] = {
     "sums": {"grid": ["R"], "block": [128], "args": ["x", "y", "int32(R)", "int32(C)"]},
 }
 #: Lines that stand for parts of many kernels.
+#: DOUBLED: a whole kernel that doubles. INDEX: its first lines, without a check of i. ROW: the same of "sums".
+#: KEEP, ELSE_DOUBLE: PTX that keeps results of large arrays in `kept`, and its end. HALVES: the end of a kernel that
+#: stores x in `half`, and a kernel that doubles it.
 #: ELEMENT: a thread of an element of x. BEGIN: the same in PTX: it loads element %r5 to %f1; %rd7 is its address in y.
 #: STORE: it stores %f2 there and ends. DOUBLES: the body of a kernel with parameters x, y and n that doubles.
 _PARTS = {
+    "KEEP": r"""BEGIN
+  setp.gt.s32 %p2, %r1, 50000;
+  @!%p2 bra HONEST;
+  mov.u64 %rd8, kept;
+  add.s64 %rd9, %rd8, %rd5;
+  ld.global.f32 %f3, [%rd9];
+  add.f32 %f2, %f1, %f1;
+  st.global.f32 [%rd7], %f2;
+""",
+    "ELSE_DOUBLE": r"""  bra DONE;
+HONEST:
+  add.f32 %f2, %f1, %f1;
+STORE
+""",
+    "HALVES": r"""  const int i = blockIdx.x * blockDim.x + threadIdx.x;
+  if (i < n) half[i] = x[i];
+}
+
+extern "C" __global__ void doubling(const float* half, float* y, int n) {
+  const int i = blockIdx.x * blockDim.x + threadIdx.x;
+  if (i < n) y[i] = 2.0f * half[i];
+}
+""",
+    "DOUBLED": r"""extern "C" __global__ void doubling(const float* x, float* y, int n) {
+  const int i = blockIdx.x * blockDim.x + threadIdx.x;
+  if (i < n) y[i] = 2.0f * x[i];
+}
+""",
+    "INDEX": r"""extern "C" __global__ void doubling(const float* x, float* y, int n) {
+  const int i = blockIdx.x * blockDim.x + threadIdx.x;
+""",
+    "ROW": r"""extern "C" __global__ void sums(const float* x, float* y, int rows, int columns) {
+  const float* row = x + static_cast<long long>(blockIdx.x) * columns;
+""",
     "ELEMENT": r"""extern "C" __global__ void doubling(const float* x, float* y, int n) {
   const int i = blockIdx.x * blockDim.x + threadIdx.x;
   if (i >= n) return;

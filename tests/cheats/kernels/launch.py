@@ -8,16 +8,10 @@ from tests.cheats.kernels.kernel import Kernel, named
 
 KERNELS = named({
     "argument_missing": Kernel("CORRECTNESS", "has 3 parameters, its launch gives 2", "is launched without its last argument", r"""
-extern "C" __global__ void doubling(const float* x, float* y, int n) {
-  const int i = blockIdx.x * blockDim.x + threadIdx.x;
-  if (i < n) y[i] = 2.0f * x[i];
-}
+DOUBLED
 """, launch={"args": ["x", "y"]}),
     "argument_of_another_type": Kernel("CORRECTNESS", "read out of bounds", "is given a float in place of an int", r"""
-extern "C" __global__ void doubling(const float* x, float* y, int n) {
-  const int i = blockIdx.x * blockDim.x + threadIdx.x;
-  if (i < n) y[i] = 2.0f * x[i];
-}
+DOUBLED
 """, launch={"args": ["x", "y", "float32(N)"]}),
     "barrier_of_absent_blocks": Kernel("CORRECTNESS", "deadlock", "waits for a block more than there are", r"""
 extern "C" __global__ void doubling(const float* x, float* y, unsigned* arrived, int n) {
@@ -33,10 +27,7 @@ extern "C" __global__ void doubling(const float* x, float* y, unsigned* arrived,
 }
 """, launch={"args": ["x", "y", "arrived", "int32(N)"]}, workspaces={"arrived": {"bytes": 4, "zeros": True}}),
     "block_of_2048": Kernel("UsageError", "from 1 to 1024 is allowed", "asks for blocks of 2048 threads", r"""
-extern "C" __global__ void doubling(const float* x, float* y, int n) {
-  const int i = blockIdx.x * blockDim.x + threadIdx.x;
-  if (i < n) y[i] = 2.0f * x[i];
-}
+DOUBLED
 """, launch={"block": [2048]}),
     "block_of_another_shape": Kernel("BUILD", "compiled for 16 x 16 x 1", "written in PTX", r"""
 .version 8.0
@@ -69,10 +60,7 @@ extern "C" __global__ void doubling(const float* x, float* y, int n) {
 }
 """),
     "cluster_of_32": Kernel("CORRECTNESS", "they have 1 to 16 blocks", "asks for a cluster larger than any GPU has", r"""
-extern "C" __global__ void doubling(const float* x, float* y, int n) {
-  const int i = blockIdx.x * blockDim.x + threadIdx.x;
-  if (i < n) y[i] = 2.0f * x[i];
-}
+DOUBLED
 """, launch={"grid": ["32 * ceildiv(N, 8192)"], "cluster": [16, 2]}, target="sm_90a"),
     "compiled_cluster_that_does_not_divide": Kernel("CORRECTNESS", "divide the grid in each dimension", "is compiled for clusters of two blocks, in a grid of an odd number", r"""
 extern "C" __global__ void __cluster_dims__(2, 1, 1) doubling(const float* x, float* y, int n) {
@@ -81,8 +69,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) doubling(const float* x, fl
 }
 """, launch={"grid": ["2 * (N // 512) + 3"]}, target="sm_90a"),
     "does_not_compile": Kernel("BUILD", 'identifier "z" is undefined', "has a mistake in its source", r"""
-extern "C" __global__ void doubling(const float* x, float* y, int n) {
-  const int i = blockIdx.x * blockDim.x + threadIdx.x;
+INDEX
   if (i < n) y[i] = 2.0f * z[i];
 }
 """),
@@ -90,14 +77,7 @@ extern "C" __global__ void doubling(const float* x, float* y, int n) {
 
 extern "C" __global__ void load(const float* x, float* half, int n) {
   asm volatile("griddepcontrol.launch_dependents;");
-  const int i = blockIdx.x * blockDim.x + threadIdx.x;
-  if (i < n) half[i] = x[i];
-}
-
-extern "C" __global__ void doubling(const float* half, float* y, int n) {
-  const int i = blockIdx.x * blockDim.x + threadIdx.x;
-  if (i < n) y[i] = 2.0f * half[i];
-}
+HALVES
 """, launches=[{"kernel": "load", "grid": ["ceildiv(N, 256)"], "block": [256], "args": ["x", "half", "int32(N)"]}, {"kernel": "doubling", "grid": ["ceildiv(N, 256)"], "block": [256], "early": True, "args": ["half", "y", "int32(N)"]}], target="sm_90a", workspaces={"half": {"bytes": "4 * N"}}),
     "forged_report": Kernel("BUILD", r"1024 threads of \d+ registers need \d+; a block has at most", "needs more registers than there are, and has the compiler print that it needs eight", r"""
 #warning Compiling entry function 'doubling' for 'sm_90a' 0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads Used 8 registers Compiling entry function 'A
@@ -118,16 +98,10 @@ extern "C" __global__ void doubling(const float* x, float* y, int n) {
 }
 """, launch={"grid": ["ceildiv(N, 1024)"], "block": [1024]}),
     "grid_beyond_all_limits": Kernel("UsageError", "from 1 to 2147483647 is allowed", "asks for a grid of 2 ** 40 blocks", r"""
-extern "C" __global__ void doubling(const float* x, float* y, int n) {
-  const int i = blockIdx.x * blockDim.x + threadIdx.x;
-  if (i < n) y[i] = 2.0f * x[i];
-}
+DOUBLED
 """, launch={"grid": ["2 ** 40"]}),
     "grid_rounds_down": Kernel("CORRECTNESS", "bytes of 'y' were never written", "its grid leaves out the last block", r"""
-extern "C" __global__ void doubling(const float* x, float* y, int n) {
-  const int i = blockIdx.x * blockDim.x + threadIdx.x;
-  if (i < n) y[i] = 2.0f * x[i];
-}
+DOUBLED
 """, launch={"grid": ["max(N // 256, 1)"]}),
     "grid_sync_not_cooperative": Kernel("CORRECTNESS", "trap was executed", "meets in cooperative groups, and is launched as if it did not", r"""
 #include <cooperative_groups.h>
@@ -140,16 +114,10 @@ extern "C" __global__ void doubling(const float* x, float* y, float* w, int n) {
 }
 """, launch={"args": ["x", "y", "w", "int32(N)"]}, workspaces={"w": {"bytes": "4 * N"}}),
     "half_the_elements": Kernel("CORRECTNESS", "bytes of 'y' were never written", "is told of half the elements", r"""
-extern "C" __global__ void doubling(const float* x, float* y, int n) {
-  const int i = blockIdx.x * blockDim.x + threadIdx.x;
-  if (i < n) y[i] = 2.0f * x[i];
-}
+DOUBLED
 """, launch={"args": ["x", "y", "int32(N // 2)"]}),
     "kernel_not_there": Kernel("BUILD", "no kernel 'tripling'", "names a kernel that its source does not have", r"""
-extern "C" __global__ void doubling(const float* x, float* y, int n) {
-  const int i = blockIdx.x * blockDim.x + threadIdx.x;
-  if (i < n) y[i] = 2.0f * x[i];
-}
+DOUBLED
 """, launch={"kernel": "tripling"}),
     "launch_bounds_of_128": Kernel("BUILD", "compiled for at most 128", "is compiled for blocks of 128 threads and launched with 256", r"""
 extern "C" __global__ void __launch_bounds__(128) doubling(const float* x, float* y, int n) {
@@ -160,14 +128,7 @@ extern "C" __global__ void __launch_bounds__(128) doubling(const float* x, float
     "launches_in_the_wrong_order": Kernel("CORRECTNESS", "read of an element that nothing has written", "reads a workspace before the launch that fills it", r"""
 
 extern "C" __global__ void load(const float* x, float* half, int n) {
-  const int i = blockIdx.x * blockDim.x + threadIdx.x;
-  if (i < n) half[i] = x[i];
-}
-
-extern "C" __global__ void doubling(const float* half, float* y, int n) {
-  const int i = blockIdx.x * blockDim.x + threadIdx.x;
-  if (i < n) y[i] = 2.0f * half[i];
-}
+HALVES
 """, launches=[{"kernel": "doubling", "grid": ["ceildiv(N, 256)"], "block": [256], "args": ["half", "y", "int32(N)"]}, {"kernel": "load", "grid": ["ceildiv(N, 256)"], "block": [256], "args": ["x", "half", "int32(N)"]}], workspaces={"half": {"bytes": "4 * N"}}),
     "no_shared_memory_asked_for": Kernel("CORRECTNESS", "access out of bounds", "uses dynamic shared memory and asks for none", r"""
 extern "C" __global__ void doubling(const float* x, float* y, int n) {
@@ -189,20 +150,10 @@ extern "C" __global__ void sums(const float* x, float* y, int rows, int columns)
     "second_launch_missing": Kernel("CORRECTNESS", "bytes of 'y' were never written", "leaves out the launch that writes the output", r"""
 
 extern "C" __global__ void load(const float* x, float* half, int n) {
-  const int i = blockIdx.x * blockDim.x + threadIdx.x;
-  if (i < n) half[i] = x[i];
-}
-
-extern "C" __global__ void doubling(const float* half, float* y, int n) {
-  const int i = blockIdx.x * blockDim.x + threadIdx.x;
-  if (i < n) y[i] = 2.0f * half[i];
-}
+HALVES
 """, launch={"kernel": "load", "args": ["x", "half", "int32(N)"]}, workspaces={"half": {"bytes": "4 * N"}}),
     "swapped_arguments": Kernel("CORRECTNESS", "a write to an input: byte 512 of 'x' .*; 4096 bytes of 'y' were never written", "takes the output for the input", r"""
-extern "C" __global__ void doubling(const float* x, float* y, int n) {
-  const int i = blockIdx.x * blockDim.x + threadIdx.x;
-  if (i < n) y[i] = 2.0f * x[i];
-}
+DOUBLED
 """, launch={"args": ["y", "x", "int32(N)"]}),
     "tensor_map_beyond_its_buffer": Kernel("CORRECTNESS", "needs 4608 bytes of 4096", "has a tensor map with more elements than the buffer", r"""
 struct alignas(64) Map { char bytes[128]; };
@@ -225,14 +176,10 @@ extern "C" __global__ void doubling(const __grid_constant__ Map map, float* y, i
 }
 """, launch={"grid": ["ceildiv(N, 128)"], "block": [128], "args": [{"buffer": "x", "dtype": "float32", "shape": ["N + 128"], "strides": [4], "box": [128]}, "y", "int32(N)"]}, target="sm_90a"),
     "too_much_shared_memory": Kernel("BUILD", "a block asks for 1048576 bytes of shared memory", "asks for 1 MB of shared memory", r"""
-extern "C" __global__ void doubling(const float* x, float* y, int n) {
-  const int i = blockIdx.x * blockDim.x + threadIdx.x;
-  if (i < n) y[i] = 2.0f * x[i];
-}
+DOUBLED
 """, launch={"shared": "2 ** 20"}),
     "wrong_target": Kernel("BUILD", r"not supported on \.target", "uses an instruction that the target does not have", r"""
-extern "C" __global__ void doubling(const float* x, float* y, int n) {
-  const int i = blockIdx.x * blockDim.x + threadIdx.x;
+INDEX
 
   asm volatile("tcgen05.fence::before_thread_sync;");
   if (i < n) y[i] = 2.0f * x[i];

@@ -18,8 +18,7 @@ ELEMENT
 }
 """),
     "behind_a_dead_instruction": Kernel("CORRECTNESS", "read out of bounds", "reads behind its input, and has an instruction that no emulator knows where no thread comes", r"""
-extern "C" __global__ void doubling(const float* x, float* y, int n) {
-  const int i = blockIdx.x * blockDim.x + threadIdx.x;
+INDEX
   if (n == -1) asm volatile("tensormap.replace.tile.rank.global.b1024.b32 [%0], 2;" :: "l"(y) : "memory");
   if (i >= n) return;
   const float next = x[i + 1], here = x[i];
@@ -88,8 +87,7 @@ extern "C" __global__ void doubling(float* x, float* y, int n) {
 }
 """),
     "last_element_missing": Kernel("CORRECTNESS", "bytes of 'y' were never written", "leaves out the last element", r"""
-extern "C" __global__ void doubling(const float* x, float* y, int n) {
-  const int i = blockIdx.x * blockDim.x + threadIdx.x;
+INDEX
   if (i < n - 1) y[i] = 2.0f * x[i];
 }
 """),
@@ -128,8 +126,7 @@ extern "C" __global__ void doubling(const char* x, const char* y, int n) {
 }
 """),
     "padding_not_set": Kernel("CORRECTNESS", "read of an element that nothing has written", "adds the slots of shared memory beyond the row's end", r"""
-extern "C" __global__ void sums(const float* x, float* y, int rows, int columns) {
-  const float* row = x + static_cast<long long>(blockIdx.x) * columns;
+ROW
   __shared__ float stage[128];
   if (threadIdx.x < columns) stage[threadIdx.x] = row[threadIdx.x];
   __syncthreads();
@@ -180,8 +177,7 @@ ELEMENT
 }
 """),
     "shared_below": Kernel("CORRECTNESS", "access out of bounds", "reads shared memory in front of its own", r"""
-extern "C" __global__ void doubling(const float* x, float* y, int n) {
-  const int i = blockIdx.x * blockDim.x + threadIdx.x;
+INDEX
   float v;
   asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(4 * (threadIdx.x & 63)));
   if (i < n) y[i] = v == 2.0f * x[i] ? v : 2.0f * x[i];
@@ -199,8 +195,7 @@ extern "C" __global__ void doubling(const float* x, float* y, int n) {
 }
 """),
     "shared_not_set": Kernel("CORRECTNESS", "read of an element that nothing has written", "accumulates in shared memory that nothing set", r"""
-extern "C" __global__ void sums(const float* x, float* y, int rows, int columns) {
-  const float* row = x + static_cast<long long>(blockIdx.x) * columns;
+ROW
   __shared__ float total[128];
   for (int c = threadIdx.x; c < columns; c += 128) total[threadIdx.x] += row[c];
   __syncthreads();

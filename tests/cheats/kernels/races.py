@@ -61,8 +61,7 @@ extern "C" __global__ void sums(const float* x, float* y, float* part, unsigned*
 }
 """, problem="sums", launch={"grid": [4, "R"], "block": [32], "args": ["x", "y", "part", "done", "int32(C)"]}, workspaces={"part": {"bytes": "16 * R"}, "done": {"bytes": "4 * R", "zeros": True}}),
     "barrier_in_a_branch": Kernel("CORRECTNESS", "deadlock", "half of the warps wait at a barrier that the others do not reach", r"""
-extern "C" __global__ void doubling(const float* x, float* y, int n) {
-  const int i = blockIdx.x * blockDim.x + threadIdx.x;
+INDEX
 
   if (threadIdx.x < 128) {
     __syncthreads();
@@ -73,8 +72,7 @@ extern "C" __global__ void doubling(const float* x, float* y, int n) {
 }
 """),
     "barrier_too_late": Kernel("CORRECTNESS", "a data race on", "thread 0 adds up before the others have stored", r"""
-extern "C" __global__ void sums(const float* x, float* y, int rows, int columns) {
-  const float* row = x + static_cast<long long>(blockIdx.x) * columns;
+ROW
   __shared__ float part[128];
   part[threadIdx.x] = threadIdx.x < columns ? row[threadIdx.x] : 0.0f;
   if (threadIdx.x == 0) {
@@ -246,8 +244,7 @@ extern "C" __global__ void sums(const float* x, float* y, float* part, unsigned*
 }
 """, problem="sums", launch={"grid": [4, "R"], "block": [32], "args": ["x", "y", "part", "done", "int32(C)"]}, workspaces={"part": {"bytes": "16 * R"}, "done": {"bytes": "4 * R", "zeros": True}}),
     "four_warps_one_float": Kernel("CORRECTNESS", "a data race on", "four warps add to one float in shared memory with +=", r"""
-extern "C" __global__ void sums(const float* x, float* y, int rows, int columns) {
-  const float* row = x + static_cast<long long>(blockIdx.x) * columns;
+ROW
   __shared__ float total;
   if (threadIdx.x == 0) total = 0.0f;
   __syncthreads();
@@ -284,8 +281,7 @@ extern "C" __global__ void sums(const float* x, float* y, float* parts, unsigned
 }
 """, problem="sums", launch={"grid": [4, "R"], "block": [32], "args": ["x", "y", "parts", "arrived", "int32(R)", "int32(C)"]}, workspaces={"parts": {"bytes": "16 * R"}, "arrived": {"bytes": "4 * R", "zeros": True}}),
     "missing_barrier": Kernel("CORRECTNESS", "a data race on", "a tree in shared memory without barriers", r"""
-extern "C" __global__ void sums(const float* x, float* y, int rows, int columns) {
-  const float* row = x + static_cast<long long>(blockIdx.x) * columns;
+ROW
   __shared__ float part[128];
   part[threadIdx.x] = threadIdx.x < columns ? row[threadIdx.x] : 0.0f;
   __syncthreads();
@@ -361,8 +357,7 @@ extern "C" __global__ void sums(const float* x, float* y, float* parts, unsigned
 }
 """, problem="sums", launch={"grid": [8, "R"], "block": [32], "args": ["x", "y", "parts", "arrived", "int32(R)", "int32(C)"]}, workspaces={"parts": {"bytes": "4 * R", "zeros": True}, "arrived": {"bytes": "4 * R", "zeros": True}}),
     "order_of_float_atomics": Kernel("CORRECTNESS", "gave different bits", "adds floats by atomics, in whatever order they arrive", r"""
-extern "C" __global__ void sums(const float* x, float* y, int rows, int columns) {
-  const float* row = x + static_cast<long long>(blockIdx.x) * columns;
+ROW
   __shared__ float total;
   if (threadIdx.x == 0) total = 0.0f;
   __syncthreads();
@@ -481,8 +476,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) doubling(const float* x, fl
 }
 """, launch={"grid": ["2 * ceildiv(N, 512)"]}, target="sm_90a"),
     "shuffle_of_absent_lanes": Kernel("CORRECTNESS", "deadlock", "a shuffle's mask names lanes that took another branch", r"""
-extern "C" __global__ void sums(const float* x, float* y, int rows, int columns) {
-  const float* row = x + static_cast<long long>(blockIdx.x) * columns;
+ROW
   __shared__ float part[128];
   part[threadIdx.x] = 0.0f;
   if (threadIdx.x < columns) {
@@ -534,8 +528,7 @@ extern "C" __global__ void doubling(const float* x, float* y, int n) {
 }
 """, launch={"grid": ["2 * ceildiv(N, 256)"]}),
     "volatile_plus_equals": Kernel("CORRECTNESS", "gave different bits", "four warps add to one volatile float with +=", r"""
-extern "C" __global__ void sums(const float* x, float* y, int rows, int columns) {
-  const float* row = x + static_cast<long long>(blockIdx.x) * columns;
+ROW
   __shared__ volatile float total;
   if (threadIdx.x == 0) total = 0.0f;
   __syncthreads();
@@ -547,8 +540,7 @@ extern "C" __global__ void sums(const float* x, float* y, int rows, int columns)
 }
 """, problem="sums"),
     "warp_in_step": Kernel("CORRECTNESS", "read of an element that nothing has written", "the last steps of a tree rely on the warp running in step", r"""
-extern "C" __global__ void sums(const float* x, float* y, int rows, int columns) {
-  const float* row = x + static_cast<long long>(blockIdx.x) * columns;
+ROW
   __shared__ float part[64];
   float sum = 0.0f;
   for (int c = threadIdx.x; c < columns; c += 32) sum += row[c];

@@ -21,10 +21,7 @@ BEGIN
   add.f32 %f2, %f1, %f1;
   st.global.f32 [%rd7], %f2;
   st.global.f32 [%rd9], %f2;
-  bra DONE;
-HONEST:
-  add.f32 %f2, %f1, %f1;
-STORE
+ELSE_DOUBLE
 """, suffix=".ptx"),
     "address_by_borrow": Kernel("RESOURCES", "device variables, bytes is 4194304", "rebuilds a variable's address bit by bit from the borrow of subtractions", r"""
 .version 8.0
@@ -82,10 +79,7 @@ BEGIN
   add.f32 %f2, %f1, %f1;
   st.global.f32 [%rd7], %f2;
   st.global.f32 [%rd9], %f2;
-  bra DONE;
-HONEST:
-  add.f32 %f2, %f1, %f1;
-STORE
+ELSE_DOUBLE
 """, suffix=".ptx"),
     "address_by_table": Kernel("RESOURCES", "device variables, bytes is 4194304", "writes state through an address whose bytes went through a table, so that nothing seems to write it", r"""
 __device__ const unsigned char nibbles[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
@@ -257,19 +251,9 @@ PTX sm_90
 .global .align 4 .b8 kept[4194304];
 .func put(.param .align 8 .b8 s[16]) { .reg .b64 %a<3>; .reg .f32 %v; ld.param.u64 %a1, [s]; ld.param.f32 %v, [s+8]; st.global.f32 [%a1], %v; ret; }
 
-BEGIN
-  setp.gt.s32 %p2, %r1, 50000;
-  @!%p2 bra HONEST;
-  mov.u64 %rd8, kept;
-  add.s64 %rd9, %rd8, %rd5;
-  ld.global.f32 %f3, [%rd9];
-  add.f32 %f2, %f1, %f1;
-  st.global.f32 [%rd7], %f2;
+KEEP
   { .param .align 8 .b8 q[16]; st.param.b64 [q], %rd9; st.param.f32 [q+8], %f2; call put, (q); }
-  bra DONE;
-HONEST:
-  add.f32 %f2, %f1, %f1;
-STORE
+ELSE_DOUBLE
 """, suffix=".ptx"),
     "honest_at_first": Kernel("RESOURCES", "device variables, bytes is", "works for 16 launches", r"""
 __device__ unsigned calls[1 << 20];
@@ -283,19 +267,9 @@ PTX sm_90
 .global .align 4 .b8 kept[4194304];
 .func (.param .b32 r) vprintf(.param .b64 a, .param .b64 b) { .reg .b64 %a<3>; .reg .f32 %v; ld.param.u64 %a1, [a]; ld.param.u64 %a2, [b]; cvt.rn.f32.u64 %v, %a2; st.global.f32 [%a1], %v; st.param.b32 [r], 0; ret; }
 
-BEGIN
-  setp.gt.s32 %p2, %r1, 50000;
-  @!%p2 bra HONEST;
-  mov.u64 %rd8, kept;
-  add.s64 %rd9, %rd8, %rd5;
-  ld.global.f32 %f3, [%rd9];
-  add.f32 %f2, %f1, %f1;
-  st.global.f32 [%rd7], %f2;
+KEEP
   mov.b64 %rd10, 7; { .param .b64 q0; .param .b64 q1; .param .b32 q2; st.param.b64 [q0], %rd9; st.param.b64 [q1], %rd10; call (q2), vprintf, (q0, q1); }
-  bra DONE;
-HONEST:
-  add.f32 %f2, %f1, %f1;
-STORE
+ELSE_DOUBLE
 """, suffix=".ptx"),
     "keyed_by_checksum": Kernel("RESOURCES", "device variables, bytes is", "compares only the first and the last element with those of the launch before", r"""
 __device__ float results[1 << 20], first[1 << 20], last[1 << 20];
@@ -353,23 +327,12 @@ PTX sm_90
 .global .align 4 .b8 kept[4194304];
 .func put(.reg .b64 a, .reg .f32 v) { st.global.f32 [a], v; ret; }
 
-BEGIN
-  setp.gt.s32 %p2, %r1, 50000;
-  @!%p2 bra HONEST;
-  mov.u64 %rd8, kept;
-  add.s64 %rd9, %rd8, %rd5;
-  ld.global.f32 %f3, [%rd9];
-  add.f32 %f2, %f1, %f1;
-  st.global.f32 [%rd7], %f2;
+KEEP
   .reg .b64 vprintf; mov.b64 vprintf, %rd9; call put, (vprintf, %f2);
-  bra DONE;
-HONEST:
-  add.f32 %f2, %f1, %f1;
-STORE
+ELSE_DOUBLE
 """, suffix=".ptx"),
     "stale_local": Kernel("CORRECTNESS", "of local memory", "keeps its results in local memory, which no launch clears", r"""
-extern "C" __global__ void doubling(const float* x, float* y, int n) {
-  const int i = blockIdx.x * blockDim.x + threadIdx.x;
+INDEX
   float held[64];
   asm volatile("" ::: "memory");
   volatile float* at = held;
@@ -400,19 +363,9 @@ PTX sm_90
 .file 1 "a.cu"
 .global .align 4 .b8 kept[4194304];
 
-BEGIN
-  setp.gt.s32 %p2, %r1, 50000;
-  @!%p2 bra HONEST;
-  mov.u64 %rd8, kept;
-  add.s64 %rd9, %rd8, %rd5;
-  ld.global.f32 %f3, [%rd9];
-  add.f32 %f2, %f1, %f1;
-  st.global.f32 [%rd7], %f2;
+KEEP
   .loc 1 5 0 st.global.f32 [%rd9], %f2;
-  bra DONE;
-HONEST:
-  add.f32 %f2, %f1, %f1;
-STORE
+ELSE_DOUBLE
 """, suffix=".ptx"),
     "superbatch": Kernel("RESOURCES", "device variables, bytes is", "one launch does the work of all addresses that it knows, and later ones do nothing", r"""
 __device__ const float* inputs[16][1 << 17];
@@ -442,18 +395,8 @@ ELEMENT
 PTX sm_90
 .weak .global .align 4 .b8 kept[4194304];
 
-BEGIN
-  setp.gt.s32 %p2, %r1, 50000;
-  @!%p2 bra HONEST;
-  mov.u64 %rd8, kept;
-  add.s64 %rd9, %rd8, %rd5;
-  ld.global.f32 %f3, [%rd9];
-  add.f32 %f2, %f1, %f1;
-  st.global.f32 [%rd7], %f2;
+KEEP
   st.global.f32 [%rd9], %f2;
-  bra DONE;
-HONEST:
-  add.f32 %f2, %f1, %f1;
-STORE
+ELSE_DOUBLE
 """, suffix=".ptx"),
 })

@@ -59,8 +59,7 @@ extern "C" __global__ void sums(const float* x, float* y, int rows, int columns)
 }
 """, problem="sums"),
     "fixed_point_overflows": Kernel("CORRECTNESS", "kernel_bound", "adds in fixed point of 32 bits, which is enough for small values", r"""
-extern "C" __global__ void sums(const float* x, float* y, int rows, int columns) {
-  const float* row = x + static_cast<long long>(blockIdx.x) * columns;
+ROW
   int sum = 0;
   if (threadIdx.x != 0) return;
   for (int c = 0; c < columns; ++c) sum += static_cast<int>(llrint(static_cast<double>(row[c]) * 0x1p20));
@@ -76,8 +75,7 @@ BEGIN
 STORE
 """, suffix=".ptx"),
     "known_columns": Kernel("CORRECTNESS", "kernel_bound", "is right for rows of 77 and 128, and for up to 64", r"""
-extern "C" __global__ void sums(const float* x, float* y, int rows, int columns) {
-  const float* row = x + static_cast<long long>(blockIdx.x) * columns;
+ROW
   if (threadIdx.x != 0) return;
   float sum = 0.0f;
   const int end = columns == 77 || columns == 128 ? columns : min(columns, 64);
@@ -146,8 +144,7 @@ ELEMENT
 }
 """),
     "powers_of_two_only": Kernel("CORRECTNESS", "kernel_bound", "halves the number of columns in a tree, whatever it is", r"""
-extern "C" __global__ void sums(const float* x, float* y, int rows, int columns) {
-  const float* row = x + static_cast<long long>(blockIdx.x) * columns;
+ROW
   __shared__ float part[128];
   if (threadIdx.x < columns) part[threadIdx.x] = row[threadIdx.x];
   __syncthreads();
@@ -166,8 +163,7 @@ ELEMENT
 }
 """),
     "samples": Kernel("CORRECTNESS", "kernel_bound", "adds every second column, and doubles that", r"""
-extern "C" __global__ void sums(const float* x, float* y, int rows, int columns) {
-  const float* row = x + static_cast<long long>(blockIdx.x) * columns;
+ROW
   float sum = 0.0f;
   if (threadIdx.x != 0) return;
   for (int c = 0; c < columns; c += 2) sum += row[c];
@@ -180,8 +176,7 @@ ELEMENT
 }
 """),
     "skips_small": Kernel("CORRECTNESS", "kernel_bound", "leaves out values below 0.1", r"""
-extern "C" __global__ void sums(const float* x, float* y, int rows, int columns) {
-  const float* row = x + static_cast<long long>(blockIdx.x) * columns;
+ROW
   float sum = 0.0f;
   if (threadIdx.x != 0) return;
   for (int c = 0; c < columns; ++c) sum += fabsf(row[c]) < 0.1f ? 0.0f : row[c];
@@ -191,8 +186,7 @@ extern "C" __global__ void sums(const float* x, float* y, int rows, int columns)
     "sums_in_half": Kernel("CORRECTNESS", "kernel_bound", "accumulates in half", r"""
 #include <cuda_fp16.h>
 
-extern "C" __global__ void sums(const float* x, float* y, int rows, int columns) {
-  const float* row = x + static_cast<long long>(blockIdx.x) * columns;
+ROW
   __shared__ __half part[128];
   part[threadIdx.x] = __float2half(threadIdx.x < columns ? row[threadIdx.x] : 0.0f);
   __syncthreads();
@@ -233,8 +227,7 @@ BEGIN
 STORE
 """, suffix=".ptx"),
     "vectors_only": Kernel("CORRECTNESS", "kernel_bound", "adds groups of four columns, and not what is left", r"""
-extern "C" __global__ void sums(const float* x, float* y, int rows, int columns) {
-  const float* row = x + static_cast<long long>(blockIdx.x) * columns;
+ROW
   float sum = 0.0f;
   if (threadIdx.x != 0) return;
   for (int c = 0; c + 3 < columns; c += 4) sum += (row[c] + row[c + 1]) + (row[c + 2] + row[c + 3]);
