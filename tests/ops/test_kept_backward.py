@@ -205,7 +205,8 @@ def test_the_kept_log_sum_exp_is_that_of_centered_keys(kind: str, head_dim: int)
     (q, k, v), _ = case(kind, Sizes(40, 300, head_dim, heads=4, kv_heads=2), torch.bfloat16)
     scale = head_dim**-0.5
     _, lse, mean = torch.ops.greenfast.sdpa_kept(q, k, v, "int8", 0, scale, 16)
-    centered = reference.center_keys(k.transpose(1, 2).contiguous().transpose(1, 2), mean)
+    centered, lse = reference.center_keys(q, k.transpose(1, 2).contiguous().transpose(1, 2), lse, mean, scale)
+    assert centered.double().mean(-2).abs().max() < 0.01
     assert (centered.dtype, centered.shape) == (k.dtype, k.shape)
     scores = q.double() @ centered.double().repeat_interleave(2, 1).mT * scale
     weights = torch.exp(scores - lse.unsqueeze(-1))

@@ -62,7 +62,10 @@ def sdpa_kept_backward(
     out, lse, key_mean: as ``torch.ops.greenfast.sdpa_kept`` returned them. The gradients are those of attention to
     centered keys: subtracting a vector from all keys changes neither the weights nor their gradients.
     """
-    return sdpa_backward(grad, query, reference.center_keys(key, key_mean), value, causal, scale, (out, lse))
+    if not (query.numel() and key.numel()):
+        return sdpa_backward(grad, query, key, value, causal, scale)
+    centered, lse = reference.center_keys(query, key, lse, key_mean, scale)
+    return sdpa_backward(grad, query, centered, value, causal, scale, (out, lse))
 
 
 def _pad_rows(x: Tensor, rows: slice, part: Tensor) -> Tensor:
