@@ -230,6 +230,18 @@ def test_a_program_that_cannot_run_is_refused_with_the_remedy(
     source.write_text("int main() { return nothing; }")
     assert main(["run", str(source)]) == 1
     assert "empty.cu(1): error" in capsys.readouterr().err
+    source.write_text("#include <cufft.h>\nint main() {}")
+    assert main(["run", str(source)]) == 3
+    assert "empty.cu: uses cuFFT (cufft.h), which is not emulated" in capsys.readouterr().err
+    source.write_text('extern "C" int ncclGetVersion(int*); int main() { return ncclGetVersion(nullptr); }')
+    assert main(["run", str(source)]) == 3
+    assert "uses NCCL (ncclGetVersion)" in capsys.readouterr().err
+    (tmp_path / "library.c").write_text("int curandCreateGenerator(void) { return 0; }")
+    shared = ["-shared", "-fPIC", "-Wl,-soname,libcurand.so.10", "-o", str(tmp_path / "libcurand.so")]
+    subprocess.run(["gcc", str(tmp_path / "library.c"), *shared], check=True)
+    source.write_text('extern "C" int curandCreateGenerator(); int main() { return curandCreateGenerator(); }')
+    assert main(["run", f"--nvcc=-L{tmp_path}", "--nvcc=-lcurand", str(source)]) == 3
+    assert "uses cuRAND's host API (libcurand.so)" in capsys.readouterr().err
     assert main(["run", str(tmp_path / "missing")]) == 2
     assert "no such file" in capsys.readouterr().err
     assert main(["run", "--watch", "1:x", sys.executable]) == 2

@@ -21,10 +21,21 @@ from greenfast.emulator.findings import Findings
 from greenfast.emulator.machine.observed import NOTHING, Observe, Observed
 from greenfast.emulator.watches import insert_watches
 from greenfast.spec.arch import Target
-from greenfast.spec.errors import CompileError, MachineError, UsageError
+from greenfast.spec.errors import CompileError, MachineError, UnsupportedError, UsageError
 
 SOURCES = (".cu",)
 DEFAULT_ARCH = "sm_90a"
+#: Libraries without PTX, by the beginning of the names of their headers, functions and files.
+LIBRARIES = {
+    **{"cublas": "cuBLAS", "cudnn": "cuDNN", "cufft": "cuFFT", "curand": "cuRAND's host API", "cusolver": "cuSOLVER"},
+    **{"cusparse": "cuSPARSE", "cutensor": "cuTENSOR", "nccl": "NCCL", "npp": "NPP", "nvjpeg": "nvJPEG"},
+}
+_NAMES = "|".join(LIBRARIES)
+#: Names by which a program needs them, and what nvcc and the linker print if they are missing.
+_NEEDED = re.compile(rf"\0(lib({_NAMES})\w*\.so)".encode())
+_MISSING = re.compile(
+    rf"(?:fatal error: |undefined reference to [`'\"]|cannot find -l)(({_NAMES})\w*(?:\.h\b)?)", re.IGNORECASE
+)
 #: Names by which a program needs CUDA's runtime.
 _DYNAMIC = re.compile(rb"libcudart\.so\.(\d+)\0")
 _STATIC = b"libcudart_static"
@@ -59,6 +70,7 @@ def compile_program(
 ) -> None:
     """Compile a CUDA source to a program with PTX and source lines. Raises CompileError, UsageError and MachineError.
 
+    Raises UnsupportedError for a source that needs cuBLAS or another library without PTX.
     watch: expressions to record, as in ``Observe``.
     """
     compiled = source
@@ -73,12 +85,21 @@ def compile_program(
     command = [str(find_nvcc()), *embed, "-lineinfo", "-g", "-O1", *options, str(compiled), "-o", str(output)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
+        if (missing := _MISSING.search(done.stderr)) is not None:
+            raise _make_refusal(source, missing[1], missing[2])
         hint = "\n(with --watch: its lines must be in kernels, its expressions valid there)" if watch else ""
         raise CompileError(f"nvcc cannot compile {source}:\n{(done.stderr or done.stdout).strip()}{hint}")
 
 
+def _make_refusal(program: Path, used: str, library: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"{program}: uses {LIBRARIES[library.lower()]} ({used}), which is not emulated: its kernels have no PTX; "
+        "replace its calls by kernels of your own"
+    )
+
+
 def check_program(program: Path) -> None:
-    """Raise UsageError for a file that is no CUDA program which can run here."""
+    """Raise UsageError for a file that is no CUDA program that can run here, UnsupportedError for cuBLAS and others."""
     try:
         content = program.read_bytes()
     except OSError as e:
@@ -87,6 +108,8 @@ def check_program(program: Path) -> None:
         raise UsageError(f"{program}: neither a CUDA source (.cu), a Python script (.py) nor a program")
     if not os.access(program, os.X_OK):
         raise UsageError(f"{program}: is not executable; run chmod +x {program}")
+    if (needed := _NEEDED.search(content)) is not None:
+        raise _make_refusal(Path(program.name), needed[1].decode(), needed[2].decode())
     version = _DYNAMIC.search(content)
     if version is None and b"cudart" in content and b".nv_fatbin" in content:
         raise UsageError(

@@ -33,7 +33,7 @@ from greenfast.device.toolchain import cuda_include_dirs
 from greenfast.emulator.cuda.extension import AttachedLibrary
 from greenfast.emulator.cuda.library import build_library
 from greenfast.emulator.cuda.memory import DEVICE
-from greenfast.emulator.cuda.program import find_nvcc
+from greenfast.emulator.cuda.program import LIBRARIES, find_nvcc
 from greenfast.emulator.cuda.server import CallError, KernelHandle, LoadedModule, Runtime
 from greenfast.emulator.findings import Findings
 from greenfast.emulator.grid import KernelLaunch
@@ -51,12 +51,8 @@ from greenfast.spec.kernel import Argument, Packed, Struct, TensorMap
 
 #: Headers that replace PyTorch's for CUDA, because the CPU build lacks their library.
 HEADERS, SMALL_HEADERS = Path(__file__).with_name("include"), Path(__file__).with_name("include_small")
-#: Libraries without PTX, by the beginning of their headers' names.
-_LIBRARIES = {
-    **{"cublas": "cuBLAS", "cudnn": "cuDNN", "cufft": "cuFFT", "curand.h": "cuRAND", "cusparse": "cuSPARSE"},
-    **{"cusolver": "cuSOLVER", "nccl": "NCCL"},
-}
-_INCLUDE = re.compile(rf'^\s*#\s*include\s*[<"]((?:{"|".join(map(re.escape, _LIBRARIES))})[^>"]*)', re.MULTILINE)
+#: A header of a library without PTX. cuRAND's headers for kernels begin with curand_.
+_INCLUDE = re.compile(rf'^\s*#\s*include\s*[<"](?!curand_)(({"|".join(LIBRARIES)})[^>"]*)', re.MULTILINE)
 #: Options of nvcc that choose an architecture or a standard. The emulator and PyTorch's headers determine both.
 _CHOSEN = re.compile(r"-{1,2}(arch|gpu-architecture|gencode|generate-code|code|gpu-code|std|cudart|rdc|dlto)\b.*")
 #: Operations in place on the extents of a tensor, or on its storage.
@@ -487,8 +483,7 @@ class Extensions:
         for source in sources:
             header = _INCLUDE.search(Path(source).read_text(errors="replace"))
             if header is not None:
-                library = next(text for begin, text in _LIBRARIES.items() if header[1].startswith(begin))
-                raise UnsupportedError(f"extension {name} includes {header[1]}: {library} is not emulated")
+                raise UnsupportedError(f"extension {name} includes {header[1]}: {LIBRARIES[header[2]]} is not emulated")
         compiler = shutil.which("g++") or shutil.which("c++") or shutil.which("clang++")
         if compiler is None:
             raise MachineError(f"extension {name}: no C++ compiler was found; install g++")
