@@ -34,7 +34,7 @@ UNDECIDED, UNCHECKED = 4, 6
 
 @dataclass(frozen=True)
 class _Verdict:
-    """What the outputs of a run are made of: its outcome, task, exit code and a note for the console."""
+    """What the outputs of a run are made of: its outcome, task, exit code and notes for the console."""
 
     outcome: Outcome
     task: LoadedTask
@@ -104,7 +104,8 @@ def _judge(args: argparse.Namespace) -> _Verdict:
             request, baseline, candidate, console, required=args.speedup, profile=not args.no_profile, kept=kept
         )
     partial = (chosen or args.exam_seed is not None) and is_partial(request, candidate.rung)
-    return _Verdict(outcome, task, exit_code(outcome.record, required, partial), note)
+    notes = [*([note] if note else []), *(f"  - not judged: {part}" for part in task.config.left_out)]
+    return _Verdict(outcome, task, exit_code(outcome.record, required, partial), "\n".join(notes))
 
 
 def _write_outputs(args: argparse.Namespace, verdict: _Verdict) -> None:

@@ -142,7 +142,7 @@ def build_check_plan(
     """
     required_shapes, small = select_shapes(config, rung), _find_small_shape(problem, fmt, shapes, seeds[0])
     case_plans = [CasePlan(s, n, randomized=n not in config.seeds) for s in shapes for n in seeds]
-    missing = []
+    missing = list(config.left_out)
     secret = secret and seed is not None and set(seeds) >= set(derive_seeds(config, seed))
     covered = [s for s in required_shapes if s in shapes]
     if len(covered) < len(required_shapes):

@@ -256,10 +256,12 @@ class TaskConfig(_Strict, frozen=True, kw_only=True):
         kernels of rungs (``greenfast.spec.kernel.Family``); a task without rungs needs none. The problem makes inputs
         and references (``greenfast.spec.problem.Problem``).
     solutions: the requirements for solutions.
+    left_out: parts of an imported problem that cannot be judged, each with the reason.
     """
 
     name: Name
     description: str
+    left_out: list[str] = []
     family: str = ""
     problem: str
     shapes: Annotated[list[Shape], Meta(min_length=1)]

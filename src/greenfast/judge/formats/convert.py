@@ -228,10 +228,16 @@ def _shapes(definition: Definition, workloads: Sequence[Workload]) -> list[dict[
     return made
 
 
-def task_config(name: str, description: str, shapes: Sequence[Mapping[str, Any]], defaults: int | None = None) -> str:
+def task_config(
+    name: str,
+    description: str,
+    shapes: Sequence[Mapping[str, Any]],
+    defaults: int | None = None,
+    left_out: Sequence[str] = (),
+) -> str:
     """Return a task's config with three seeds, and gates that only apply the tolerance.
 
-    defaults: how many of the shapes are judged by default (default: all).
+    defaults: how many of the shapes are judged by default (default: all). left_out: what is not judged, and why.
     """
     error = {"max_abs_err": _OPEN, "mean_abs_err": _OPEN, "pct_bad": 100.0, "bad_abs_err": _OPEN}
     names = [shape["name"] for shape in shapes[:defaults]]
@@ -239,6 +245,7 @@ def task_config(name: str, description: str, shapes: Sequence[Mapping[str, Any]]
         {
             "name": safe_name(name),
             "description": f"{description or name} (tolerance only: no bound is derived)",
+            **({"left_out": list(left_out)} if left_out else {}),
             "problem": "problem.py",
             "shapes": list(shapes),
             "seeds": [0, 1, 2],
@@ -552,12 +559,11 @@ def convert_tritonbench_problem(path: Path, parent: Path) -> Path:
     name = safe_name(path.stem)
     folder = write_files(parent / name, {f"{REFERENCE}/{PROGRAM}": program, TEST: test})
     problem = importlib.import_module("greenfast.judge.formats.test_calls").CallProblem(folder)  # it imports PyTorch
-    left_out = "".join(f"; not judged: {text}" for text in problem.left_out)
     return write_files(
         folder,
         {
             "problem.py": _CALL_PROBLEM.format(name=name),
-            CONFIG_NAME: task_config(name, f"TritonBench's {name}{left_out}", problem.shapes),
+            CONFIG_NAME: task_config(name, f"TritonBench's {name}", problem.shapes, left_out=problem.left_out),
             f"{REFERENCE}/{ENTRY}": problem.entry,
             f"{REFERENCE}/solution.json": _call_solution(REFERENCE, problem.arguments),
         },

@@ -334,9 +334,9 @@ class CallProblem:
         for entry_number, (number, one) in enumerate(recorded, 1):
             try:
                 self._outputs.append(self._specify(one, self._run(entry_number, one.inputs)))
-            except _LeftOutError as e:
+            except (_LeftOutError, GreenfastError) as e:
                 self._outputs.append({})
-                self.left_out.append(f"call {number}, {one.function} ({e})")
+                self.left_out.append(f"call {number}, {one.function} ({e})"[:400])
             else:
                 name, purpose = safe_name(f"{number}_{one.function}"), f"call {number} of its test"
                 self.shapes.append({"name": name, "dims": {SETTING: entry_number}, "purpose": purpose})

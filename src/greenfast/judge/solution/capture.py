@@ -277,7 +277,8 @@ def match_results(returned: Any, outputs: Mapping[str, torch.Tensor]) -> dict[st
         raise UsageError(f"it returned {len(tensors)} values; the problem has the outputs {', '.join(outputs)}")
     for tensor, (name, wanted) in zip(tensors, outputs.items(), strict=True):
         if not isinstance(tensor, torch.Tensor) or not tensor.is_cuda:
-            raise UsageError(f"output {name!r}: it returned {type(tensor).__name__}, a CUDA tensor is needed")
+            kind = f"a tensor on {tensor.device}" if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+            raise UsageError(f"output {name!r}: it returned {kind}, a CUDA tensor is needed")
         if (tensor.shape, tensor.dtype) != (wanted.shape, wanted.dtype) or not tensor.is_contiguous():
             layout = "" if tensor.is_contiguous() else ", not contiguous"
             raise UsageError(
