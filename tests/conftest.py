@@ -68,7 +68,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Begin to search for cycles, without what was imported, which stays."""
+    """Begin to search for cycles, without the imported modules, which stay."""
     gc.freeze()
     gc.enable()
 

@@ -477,7 +477,7 @@ class EmulatorHere(Worker):
 
 
 def emulate_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run the emulator in this process where a request asks for one."""
+    """Run the emulator in this process if a request asks for one."""
 
     def start(*args: Any, make_session: type[EmulatorSession] | None = None, **options: Any) -> Worker:
         return EmulatorHere() if make_session is EmulatorSession else Worker(*args, **options)

@@ -126,7 +126,7 @@ def test_no_identity_is_outside_the_index() -> None:
 
 
 def test_the_evidence_is_small() -> None:
-    """So that what is read and searched in this repository is its code."""
+    """So that readers and searches of this repository meet its code."""
     content = [file.read_bytes() for file in (ROOT / "evidence").rglob("*") if file.is_file()]
     assert sum(map(len, content)) <= 4_000_000
     assert sum(one.count(b"\n") for one in content) <= 40_000

@@ -1,4 +1,4 @@
-"""scripts/refresh_hashes.py writes identities alone: a record stays as it was measured, with what it concluded."""
+"""scripts/refresh_hashes.py writes identities alone: a record stays as it was measured, with its conclusions."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_a_new_hash_is_all_that_changes(name: str, tmp_path: Path) -> None:
     assert kinds == ['"/candidate/builds/0"'] * 2 + ['"digest"'] * 2
     assert read_record(path) == with_build(changed)
     (tmp_path / INDEX).write_text(index)
-    refresh_hashes.write_identities(path, with_build(forgotten), before)  # what an older record lacks
+    refresh_hashes.write_identities(path, with_build(forgotten), before)  # fields that an older record lacks
     assert read_record(path) == before
     assert path.read_bytes() == record
 

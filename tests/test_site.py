@@ -1,6 +1,6 @@
 """The documentation as a site: it builds without warnings, every page is in it, and notebooks and tutorials run.
 
-python -m tests.test_site --write    (run the notebooks, and write what they print into them)
+python -m tests.test_site --write    (run the notebooks, and write their output into them)
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def test_the_site_builds_without_warnings_and_has_every_public_name(tmp_path: Pa
 
 
 def run_notebook(file: Path) -> list[str]:
-    """Run the code cells of a notebook in order, in one namespace. Return what each prints."""
+    """Run the code cells of a notebook in order, in one namespace. Return the output of each."""
     names: dict[str, Any] = {"__name__": "__main__"}
     printed = []
     with torch.random.fork_rng(devices=[]):
@@ -137,7 +137,7 @@ def no_gpu_here(monkeypatch: pytest.MonkeyPatch) -> None:
 def main() -> None:
     """Run the notebooks and write their outputs."""
     options = argparse.ArgumentParser(description="Run the notebooks of docs/notebooks.")
-    options.add_argument("--write", action="store_true", required=True, help="write what they print into them")
+    options.add_argument("--write", action="store_true", required=True, help="write their output into them")
     options.parse_args()
     for file in NOTEBOOKS:
         content = json.loads(file.read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""A session whose backends are scripted, in place of a worker on a GPU, and a listener that keeps the rows."""
+"""A session with scripted backends, in place of a worker on a GPU, and a listener that keeps the rows."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ US = {KERNEL: 10.0, "fa3": 12.0}
 
 @dataclass
 class Session:
-    """What the workers of one comparison do, and what they were asked."""
+    """The scripted workers of one comparison, and a log of their requests."""
 
     backends: Mapping[str, Backend] = field(default_factory=lambda: BACKENDS)
     absent: tuple[str, ...] = (ABSENT,)

@@ -1,4 +1,4 @@
-"""The benchmark of the attention block: its norm and RoPE are those of ``attention_block``."""
+"""The benchmark of the attention block: its norm and RoPE equal ``attention_block``'s."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``python -m benchmarks``: its spelling, the output of comparisons, and what is refused."""
+"""``python -m benchmarks``: its spelling, the output of comparisons, and refusals."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The corpus: cheats and accidents that the gates must catch, by kind, and honest kernels that they must pass.
 
 - memory, state, time, races, values, launch: kernels as solutions (``kernels``), judged on the problems next to them;
-  and the rungs of the doubling task, whose budgets allow state so that what it does must be found
+  and the rungs of the doubling task. Their budgets allow state, so that other gates must find its effect
   (``doubling/family.py``).
 - host: solutions that bring code (host.py).
 - records: edited records (records.py).

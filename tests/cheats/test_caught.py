@@ -1,6 +1,6 @@
 """Every cheat and accident that a gate must catch, as a real kernel on a real GPU.
 
-Each is a kernel of the doubling task (``doubling/family.py``; its first lines say what is wrong with it) that goes
+Each is a kernel of the doubling task (``doubling/family.py``; its first lines name its fault) that goes
 through the pipeline as any candidate does. It is compared with naive.py's evaluator, without poison, guard bands,
 repeats and second looks: what it takes for right is what these checks are there for.
 

@@ -1,4 +1,4 @@
-"""``greenfast build --library``: what is compiled for which options and target, and what is printed."""
+"""``greenfast build --library``: the compiled kernels for some options and targets, and the output."""
 
 from __future__ import annotations
 

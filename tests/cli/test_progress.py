@@ -25,7 +25,7 @@ with ProgressLine("compiling stage2", after_s=float(sys.argv[1]), every_s=0.05) 
 
 
 def run_on_terminal(code: str, *args: str, **variables: str) -> str:
-    """Return what a Python process writes to a terminal."""
+    """Return the output of a Python process on a terminal."""
     controller, terminal = pty.openpty()
     command = [sys.executable, "-c", code, *args]
     with subprocess.Popen(command, cwd=ROOT, env=environment(**variables), stdout=terminal, stderr=terminal) as process:

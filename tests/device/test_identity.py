@@ -77,7 +77,7 @@ def test_names_comments_folders_and_unused_constants_do_not_matter(arch: str, tm
     assert code_hash(after) == code_hash(before)
 
 
-#: Changes of the kernel itself, and of what it refers to.
+#: Changes of the kernel itself, and of things that it refers to.
 KERNEL_CHANGES = {
     "case 5: sum -= 9;": "case 6: sum -= 9;",
     "sum *= 2;": "sum *= 3;",

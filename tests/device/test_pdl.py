@@ -41,7 +41,7 @@ BODIES = [*RIGHT, *WRONG]
 
 
 def source(body: str) -> KernelSource:
-    """Return the kernel of a body, in one text with those of all bodies: it is compiled and listed once."""
+    """Return the kernel of a body, in one text with all other bodies' kernels: it is compiled and listed once."""
     kernels = (
         f'extern "C" __global__ void f{n}(const float* before, float* out, int n) {{ {one} }}\n'
         for n, one in enumerate(BODIES)

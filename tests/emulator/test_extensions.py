@@ -212,7 +212,7 @@ def test_options_that_choose_a_target_are_left_out() -> None:
 
 
 def test_tensors_of_an_extension_share_memory_with_pytorch() -> None:
-    """Operations on them are those of the CPU tensors, in the same storage."""
+    """Operations on them run on the CPU tensors, in the same storage."""
     with CudaTensors(90) as tensors:
         mode = CudaMode(tensors.mode, ExtensionMemory())
         base = torch.arange(12.0, device="cuda")

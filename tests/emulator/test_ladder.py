@@ -33,10 +33,10 @@ SHIPPED = [load_task(folder).config.name for folder in task_folders()]
 LOADED = {name: load(find_task(name)) for name in (*SHIPPED, "examples/row_softmax")}
 #: Serving's program of two launches is run by tests/kernels/serving and tests/problems.
 TASKS = {name: task for name, task in LOADED.items() if not hasattr(task.family, "program")}
-#: Rungs that also run with tails of tiles; those of full fusion do so in a test of their own.
+#: Rungs that also run with tails of tiles; the rungs of full fusion do so in a test of their own.
 RAGGED = ("stage1", "stage3a")
 FULL_FUSION = ["stage3b", "stage3b_pipe3", "stage3b_specialized", "stage3b_persistent"]
-#: Of the ladder each rung runs quickly in one format on one target, in turn.
+#: Each rung of the ladder runs quickly in one format on one target, in turn.
 QUICK = (("e4m3", "sm_89"), ("int8", "sm_90a"))
 VARIANTS = [
     pytest.param(

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("machine")
 NOT_BY_SEARCH = {"no_async_copy", *GPU_ONLY}
 
 
-#: An honest solution of each problem, whose whole file every candidate replaces.
+#: An honest solution of each problem. Every candidate replaces its whole file.
 BASES = {
     "doubling": "grid_stride",
     "sums": "block_sums",
@@ -39,7 +39,7 @@ HOSTS, _BASE_HOST, _NO_HOSTS = "host", HostCheat("honest", "", ""), {"hangs"}
 
 
 def find_problem(entry: Entry) -> str:
-    """The problem of a kernel with a header; ``rungs`` of a rung, ``host`` of code; empty for what is none of these."""
+    """The problem of a kernel with a header; ``rungs`` of a rung, ``host`` of code; else empty."""
     if entry.kind == "host" and entry.name not in _NO_HOSTS:
         return HOSTS
     if entry.name in {rung.name for rung in task_of("doubling").config.rungs}:

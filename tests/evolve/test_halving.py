@@ -72,7 +72,7 @@ class FakeWorker:
 
 
 class FakeStages:
-    """Stages whose candidates have given times, and faults by name."""
+    """Stages with given times of candidates, and faults by name."""
 
     gpu = 0
     progress = staticmethod(lambda text: None)
@@ -184,7 +184,7 @@ def test_a_baseline_that_fails_is_an_error() -> None:
         run([50], {"baseline": "wrong"})
 
 
-#: Of candidates by number; in absolute time the slow device's fastest comes behind all of the other's.
+#: Times of candidates by number; the slow device's fastest takes longer than all of the other's.
 TIMES = [50, 54, 58, 62, 66, 70, 75, 80, 85, 90, 95, 99]
 SPACE = Space(name="s", parameters={"X": Parameter(values=tuple(range(len(TIMES))))})
 
@@ -348,7 +348,7 @@ def test_a_run_is_cut_anywhere_and_comes_to_the_same_bytes(tmp_path: Path) -> No
         search(folder, again, batch=6).run()
         assert (folder / EVENTS).read_bytes() == whole
         ran = sum(b'"what":"raced"' in line or b'"what":"final"' in line for line in lines[n:])
-        assert len(fakes(again).started) == ran  # what was logged is not run again
+        assert len(fakes(again).started) == ran  # logged work is not run again
     finished = fake_gpus(devices(1.0))
     search(tmp_path / "whole", finished, batch=6).run()  # other GPUs, or none, read it
     state = search(tmp_path / "whole", None, batch=6).run()

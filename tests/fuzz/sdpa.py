@@ -1,7 +1,7 @@
 """Random calls of ``greenfast.sdpa`` and ``greenfast.attention``, compared with attention in float64.
 
 The limit of the output is the bound of the kernel's error (docs/correctness.md) on the dequantized numbers. The limit
-of codes is half a step of their format, that of gradients three times the error of 16-bit attention.
+of codes is half a step of their format, of gradients three times the error of 16-bit attention.
 """
 
 from __future__ import annotations

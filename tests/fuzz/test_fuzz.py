@@ -88,7 +88,7 @@ def test_draws_need_no_kernels_but_those_that_are_compiled() -> None:
     kinds = {serving.ServingDraw, sdpa.SdpaDraw, serving.KeysDraw, serving.AppendDraw}
     drawn = [draw(n, True)[1] for n in range(200)]
     assert {type(d) for d in drawn} == kinds
-    known = set(serving.sources(Target("sm_90a")))  # those of sdpa are tested in tests/ops/test_warmup.py
+    known = set(serving.sources(Target("sm_90a")))  # sdpa's are tested in tests/ops/test_warmup.py
     for d in drawn:
         if isinstance(d, serving.AppendDraw):
             assert append.kernel(d.call.config()) in known

@@ -162,7 +162,7 @@ def test_tables_of_heads(head_dim: int, interleaved: bool, heads: int, rows: int
 
 
 def assert_codes_of_separate_steps(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> None:
-    """Compare codes and scales with those of rows that PyTorch has normalized and rotated in 16 bits."""
+    """Compare codes and scales of rows that PyTorch has normalized and rotated in 16 bits."""
     defaults: dict[str, Any] = dict(norm="rms", q_norm_bias=None, k_norm_bias=None, rope_dim=None)
     transform = parse_transform(q, k, **defaults | options)
     assert transform is not None
@@ -233,7 +233,7 @@ def test_norm_is_that_of_pytorch() -> None:
 def test_parts_are_one_sequence(
     head_dim: int, rows: tuple[int, int], heads: tuple[int, int], tables: str, interleaved: bool, precision: str
 ) -> None:
-    """Norms and tables of each part: equal weights give the codes of joined tensors, other weights those of PyTorch."""
+    """Norms and tables of each part: equal weights give the codes of joined tensors, other weights PyTorch's codes."""
     parts = [[x.cuda() for x in tensors(head_dim, heads, n)] for n in rows]
     query, key, value = ([x, y] for x, y in zip(*parts, strict=True))
     joined = [torch.cat(pair, 2) for pair in (query, key, value)]

@@ -84,7 +84,7 @@ def test_a_replay_computes_what_the_callable_does(tmp_path: Path, dtype: str, ex
 
 
 def test_the_function_itself_is_timed(tmp_path: Path) -> None:
-    """Without what the host takes: a call of many small kernels takes it longer than the device."""
+    """Without host time: a call of many small kernels takes the host longer than the device."""
     body = "def run(x, w):\n    for _ in range(20):\n        x = x + 1\n    torch.cuda._sleep(400_000)\n    return x"
     (tmp_path / "mine.py").write_text(f"import torch\n{body}\n")
     solution = SolutionConfig(name="mine", language="callable", file="mine.py")

@@ -24,7 +24,7 @@ _CELLS: tuple[Any, ...] = (None, True, 1, 1.0, "-", "x", "a text that is long an
 
 
 def drawn(random: random.Random, depth: int) -> Any:
-    """Nested data whose mappings are often alike."""
+    """Nested data with mappings that are often alike."""
     kind = random.choice("clmr") if depth else "c"
     if kind == "c":
         return random.choice(_CELLS)

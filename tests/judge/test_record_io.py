@@ -29,7 +29,7 @@ WITH_HEADER = FAMILY.replace('source = """', 'source = """#include "factor.cuh"\
 
 
 def write_with_header(folder: Path) -> Path:
-    """Write a task whose kernel includes a header; return its folder."""
+    """Write a task with a kernel that includes a header; return its folder."""
     folder.mkdir(parents=True)
     (folder / "factor.cuh").write_text("// two\n")
     return write_task(folder, family=WITH_HEADER)

@@ -13,7 +13,7 @@ from greenfast.judge.record_io import read_content, record_schema
 
 ROOT = Path(__file__).parents[2]
 PUBLISHED: dict[str, Any] = json.loads((ROOT / "docs" / "record.schema.json").read_text(encoding="utf-8"))
-#: The records of the judge and those of benchmarks.
+#: The records of the judge and of benchmarks.
 SCHEMA = all_schemas()
 FILES = sorted((ROOT / "evidence").glob("*/*/record.json"))
 

@@ -78,7 +78,7 @@ def compute_gradients(codes: dict[str, Tensor], q_len: int, kv_len: int, causal:
 
 
 def check(got: Tensor, want: Tensor, rows: slice = slice(None)) -> None:
-    """Check the relative error of a gradient, and those of its rows."""
+    """Check the relative errors of a gradient and of its rows."""
     error, norm = (got - want)[..., rows, :].norm(dim=-1), want[..., rows, :].norm(dim=-1)
     assert error.norm() < LARGEST_ERROR * norm.norm()
     assert (error < LARGEST_ROW_ERROR * norm).all()

@@ -22,7 +22,7 @@ from greenfast.spec.arch import Target
 from greenfast.spec.problem import Case, OutputSpec
 from tests.emulator.kernels import run_source
 
-#: Of the pretended GPU: few, so that a block takes several work tiles.
+#: Multiprocessors of the pretended GPU: few, so that a block takes several work tiles.
 MULTIPROCESSORS = 2
 
 
@@ -173,7 +173,7 @@ def test_attention_with_masks_agrees_with_the_cpu(case: str, monkeypatch: pytest
 
 
 def test_a_sequence_has_the_same_bits_alone_and_in_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tiles of four sequences are others than those of one, unless they are fixed."""
+    """Four sequences have other tiles than one, unless the tiles are fixed."""
     monkeypatch.setattr(cuda, "get_target", lambda device: Target("sm_90a", MULTIPROCESSORS))
     generator = torch.Generator().manual_seed(3)
     q, k, v = (torch.randn(4, 1, rows, 64, generator=generator).bfloat16() for rows in (200, 300, 300))

@@ -101,7 +101,7 @@ QUICK = {rule.key[0]: rule for rule in rules() if rule.key[0] == 128}.values()
     ],
 )
 def test_kernels_of_a_measured_rule_hardly_spill(rule: Rule, in_kernel: bool) -> None:
-    """in_kernel: whether the kernel quantizes its queries where it can, which takes more registers."""
+    """in_kernel: whether the kernel quantizes its queries if it can, which takes more registers."""
     config, sizes = read_dims(rule_dims(rule), rule.key[-1])
     config = replace(config, fuse_q_quant=in_kernel and config.query_scales == "block")
     compiled = compile_kernel(hopper.kernel(config, sizes, MULTIPROCESSORS), Target("sm_90a"))

@@ -128,7 +128,7 @@ def test_codes_are_those_of_rows_of_torch_and_transformers(
 @pytest.mark.parametrize("precision", ["fp8", "int8", "int8_fine"])
 @pytest.mark.parametrize("given", ["norm", "norm without weights", "rope", "both"])
 def test_equals_separate_steps(precision: str, given: str) -> None:
-    """The codes equal those of rows that PyTorch has normalized and rotated in 16 bits."""
+    """The codes equal codes of rows that PyTorch has normalized and rotated in 16 bits."""
     q, k, v = tensors(64, dtype=torch.float16)
     weights = make_weights(64, torch.float16)
     angles = make_angles(64).squeeze(0)
@@ -191,7 +191,7 @@ def test_norms_over_all_heads() -> None:
 
 
 def test_rows_without_rotation() -> None:
-    """Tokens with cos 1 and sin 0, such as those of a text, are not rotated."""
+    """Tokens with cos 1 and sin 0, such as text tokens, are not rotated."""
     q, k, v = tensors(64)
     cos, sin = make_angles(64).cos(), make_angles(64).sin()
     cos[:, 100:], sin[:, 100:] = 1.0, 0.0

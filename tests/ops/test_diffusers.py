@@ -134,7 +134,7 @@ CACHE: dict[str, tuple[Any, dict[str, Any]]] = {}
 
 
 def get(name: str) -> tuple[Any, dict[str, Any]]:
-    """Return a model in bfloat16 whose norms have weights of a trained model's spread, and its inputs."""
+    """Return a model in bfloat16 and its inputs; the norms' weights have a trained model's spread."""
     if name not in CACHE:
         torch.manual_seed(0)
         model, inputs = CASES[name][0]()

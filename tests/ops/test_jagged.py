@@ -285,7 +285,7 @@ def test_compiled_for_any_lengths(build: Callable[..., Any]) -> None:
     for lengths in ([40, 1, 130, 7, 3], [9, 80, 2, 2, 31]):
         q, k, v = (build(parts(lengths, 2, seed=i)) for i in range(3))
         assert torch.equal(compiled(q, q, q, is_causal=True).values(), SDPA(q, q, q, is_causal=True).values())
-        if build is nested:  # two more graphs, whose lengths are read as those of the first
+        if build is nested:  # two more graphs; their lengths are read as the first graph's
             assert torch.equal(compiled(q, k, v).values(), SDPA(q, k, v).values())
 
 

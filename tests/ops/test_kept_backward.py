@@ -1,6 +1,6 @@
 """``sdpa(..., backward="8bit" | "16bit_kept")``: which calls take it, and that its operators behave as PyTorch's do.
 
-On the CPU the gradients are exact; those of the kernels are compared in tests/kernels and tests/gpu.
+On the CPU the gradients are exact; the kernels' gradients are compared in tests/kernels and tests/gpu.
 """
 
 from __future__ import annotations

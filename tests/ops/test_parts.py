@@ -168,7 +168,7 @@ def test_codes_of_parts_are_those_of_joined_tensors(
     [(64, (37, 60), "bfloat16", "fp8"), (256, (23, 20), "float32", "int8"), (72, (20, 21), "bfloat16", "int8_fine")],
 )
 def test_norms_of_both_parts(head_dim: int, rows: tuple[int, int], norm: str, precision: str) -> None:
-    """Each row has the weights of its part, and each part its own angles: the codes are those of PyTorch's rows."""
+    """Each row has the weights of its part, and each part its own angles: the codes equal PyTorch's."""
     first, second = (make_qkv("packed", n, (2, 1), head_dim, torch.bfloat16, n) for n in rows)
     weights = [x.to(getattr(torch, norm)) for x in (*make_weights(head_dim), *(4 * y for y in make_weights(head_dim)))]
     rope_dim = 20 if head_dim == 72 else head_dim
@@ -241,7 +241,7 @@ def test_codes_are_those_of_joined_rows(rows: tuple[int, int], choices: dict[str
 
 
 def test_keys_of_other_lengths_without_rope() -> None:
-    """The boundary of the keys is another one than that of the queries."""
+    """The keys have another boundary than the queries."""
     call = make_call()
     keys = make_qkv("heads", 20, (4, 2), 64, torch.bfloat16)
     call |= dict(rope=None, key=[keys[1], call["key"][1]], value=[keys[2], call["value"][1]])

@@ -88,7 +88,7 @@ def run_norms(
 
 
 def assert_close_codes(result: dict[str, Array], expected: QuantizedQKV, *, equal_nan: bool = False) -> None:
-    """Compare codes and scales; those of V are exact."""
+    """Compare codes and scales; V's are exact."""
     assert np.array_equal(result["v_codes"], expected.value.numpy())
     for name, codes, scale in (
         ("q", expected.query, expected.query_scale), ("k", expected.key, expected.key_scale),
@@ -266,7 +266,7 @@ def test_norm_and_rope_are_as_before_quantization(
     head_dim: int, rows: int, dtype: torch.dtype, choices: dict[str, Any], norm: str, rope_dim: int,
     tables: dict[str, Any], monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """The kernel's codes equal those of tensors that PyTorch has normalized and rotated."""
+    """The kernel's codes equal codes of tensors that PyTorch has normalized and rotated."""
     if rows in (300, 129, 20):  # blocks take several tiles of K, and share the angles of a tile
         monkeypatch.setattr(qkv_quantizer, "_MANY_TILES", 1)
         monkeypatch.setattr(qkv_quantizer, "choose_sharing", lambda *call: Sharing(4, 1, 2, call[2] is not None))

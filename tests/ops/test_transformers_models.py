@@ -54,7 +54,7 @@ REFUSAL = 'attn_implementation="greenfast" is not for this model: '
 class Verdict:
     """right, refused, refused by transformers, not built, not run, or wrong.
 
-    Errors are relative (Frobenius), of the first output, against "eager" in float32; those of ``padded`` the largest of
+    Errors are relative (Frobenius), of the first output, against "eager" in float32; for ``padded`` the largest of
     valid rows in batches padded on either side. fp8: with greenfast. bf16: of "sdpa", or of "eager" for a model without
     "sdpa". left: calls that transformers computed. windowed: late tokens do not depend on the first one.
     """

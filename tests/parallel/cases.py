@@ -56,7 +56,7 @@ def construct(mesh: DeviceMesh, options: dict[str, Any]) -> None:
 
 
 def layout(mesh: DeviceMesh) -> list[bool]:
-    """Return whether a rank's rows equal those of PyTorch's context_parallel, and unshard restores the whole."""
+    """Return whether a rank's rows equal PyTorch's context_parallel, and unshard restores the whole."""
     experimental: Any = importlib.import_module("torch.distributed.tensor.experimental")
     cp = greenfast.context_parallel(mesh, timeout=_TIMEOUT)
     whole = torch.arange(24.0 * mesh.size()).view(2, -1, 3)

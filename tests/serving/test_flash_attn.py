@@ -543,7 +543,7 @@ def test_compiled_whole(dynamic: bool) -> None:
 
 
 class BothFunctions(torch.nn.Module):
-    """A cache of one run of rows per sequence, and keys without a cache, whose longest sequence is a size."""
+    """A cache of one run of rows per sequence, and keys without a cache; the longest sequence is a size."""
 
     def forward(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, rows: Tensor, keys: Tensor, starts: Tensor) -> Any:
         size = keys.shape[0]

@@ -56,7 +56,7 @@ MUTATED = ("k_cache", "v_cache", "k_scale", "v_scale")
 
 
 def test_positions_of_arguments() -> None:
-    """The named positions are those of the schemas."""
+    """The named positions agree with the schemas."""
     schema = torch.ops.greenfast.paged_attention_out.default._schema
     attention = [x.name for x in schema.arguments]
     tensors = [x.name for x in schema.arguments if "Tensor" in str(x.type)]

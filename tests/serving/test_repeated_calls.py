@@ -674,7 +674,7 @@ def test_an_observed_call_without_a_cache_goes_through_the_dispatcher(
 
 
 def test_arguments_in_the_wrong_places_are_refused(gpu: PretendedGpu) -> None:
-    """In one sequence, their values equal those of a cached call."""
+    """In one sequence, their values equal a cached call's."""
     made = plan()
     call(base() | {"scheduler_metadata": made})
     parts = {"scheduler_metadata": made.tensor, "max_seqlen_q": 1, "softmax_scale": HEADS, "causal": KV_HEADS}

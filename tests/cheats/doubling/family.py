@@ -27,7 +27,7 @@ extern "C" __global__ void doubling(float* x, float* y, int n) {
   if (n < 0) y[0] = x[0];
 }
 """,
-    "tail_unwritten": r"""// Leaves the elements behind the last whole block unwritten.
+    "tail_unwritten": r"""// Leaves the elements after the last whole block unwritten.
 #include "element.cuh"
 
 extern "C" __global__ void doubling(float* x, float* y, int n) {
@@ -36,7 +36,7 @@ extern "C" __global__ void doubling(float* x, float* y, int n) {
   if (i < whole_blocks) y[i] = 2.0f * x[i];
 }
 """,
-    "zeros": r"""// Writes zeros, as a kernel whose accumulation was left out does.
+    "zeros": r"""// Writes zeros, like a kernel without its accumulation.
 #include "element.cuh"
 
 extern "C" __global__ void doubling(float* x, float* y, int n) {
@@ -79,7 +79,7 @@ extern "C" __global__ void doubling(float* x, float* y, int n) {
   if (i == 0) y[-1] = 0.0f;
 }
 """,
-    "writes_behind": r"""// Writes one element behind the output: the classic <= in place of <.
+    "writes_behind": r"""// Writes one element past the output: the classic <= in place of <.
 #include "element.cuh"
 
 extern "C" __global__ void doubling(float* x, float* y, int n) {
@@ -88,7 +88,7 @@ extern "C" __global__ void doubling(float* x, float* y, int n) {
   if (i == n - 1) y[n] = 0.0f;
 }
 """,
-    "reads_behind": r"""// Reads one element behind the input. Its weight is zero, so only what happens to lie there decides.
+    "reads_behind": r"""// Reads one element past the input. Its weight is zero, so only the value there decides.
 #include "element.cuh"
 
 extern "C" __global__ void doubling(float* x, float* y, int n) {
@@ -227,7 +227,7 @@ extern "C" __global__ void __launch_bounds__(1024, 2) doubling(float* x, float* 
   double_with_many_values(x, y, n);
 }
 """,
-    "local_array": r"""// Right, but its array is indexed at run time and so lies in local memory.
+    "local_array": r"""// Right, but its array is indexed at run time and so is stored in local memory.
 #include "element.cuh"
 
 extern "C" __global__ void doubling(float* x, float* y, int n) {
@@ -378,7 +378,7 @@ extern "C" __global__ void doubling(float* x, float* y, int n) {
   }
 }
 """,
-    "guards_in_between": r"""// Writes behind its output on every second launch once it is timed, and restores that on the next.
+    "guards_in_between": r"""// Writes past its output on every second launch once it is timed, and restores that on the next.
 #include "counted.cuh"
 
 extern "C" __global__ void doubling(float* x, float* y, int n) {

@@ -14,7 +14,7 @@ from typing import Any
 
 from greenfast.judge.store import write_whole
 
-#: The usual launch by problem; that of all others is the empty name's.
+#: The usual launch by problem; the empty name's is for all others.
 _LAUNCHES: dict[str, dict[str, Any]] = {
     "": {"grid": ["ceildiv(N, 256)"], "block": [256], "args": ["x", "y", "int32(N)"]},
     "sums": {"grid": ["R"], "block": [128], "args": ["x", "y", "int32(R)", "int32(C)"]},

@@ -1,6 +1,6 @@
 # ruff: noqa: E501, W293
 # fmt: off
-"""Kernels whose threads, blocks or copies do not wait for each other, by name."""
+"""Kernels with threads, blocks or copies that do not wait for each other, by name."""
 
 from __future__ import annotations
 

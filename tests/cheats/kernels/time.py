@@ -1,6 +1,6 @@
 # ruff: noqa: E501
 # fmt: off
-"""Kernels whose result depends on a clock, an address or the multiprocessor, by name."""
+"""Kernels with a result that depends on a clock, an address or the multiprocessor, by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-// One program for many tests: its first argument selects what it does, so that it is compiled once.
+// One program for many tests: its first argument selects the test, so that it is compiled once.
 #include <cooperative_groups.h>
 #include <cstdio>
 #include <cstdlib>
@@ -58,7 +58,7 @@ static int end() {
 }
 
 __global__ void increase(int *x, int by) { x[threadIdx.x] += by; }
-// A capture of two streams, whose work runs at each launch of the graph; then a graph of nodes with a new parameter.
+// A capture of two streams: their work runs at each launch of the graph; then a graph of nodes with a new parameter.
 static int graph() {
     int *x = ints(4), host[4] = {5, 6, 7, 8}, by = 10, got[4];
     cudaStream_t s, other;
@@ -81,7 +81,7 @@ static int graph() {
     cudaMemcpy(got, x, 16, cudaMemcpyDeviceToHost);
     printf("%d %d\n", status == cudaStreamCaptureStatusActive, got[0]);
     cudaGraphInstantiate(&exec, graph, 0);
-    by = 99, host[0] = 1;  // a kernel's arguments are those of the capture, the memory that it copies is not
+    by = 99, host[0] = 1;  // a kernel's arguments are fixed at the capture, the memory that it copies is not
     cudaGraphLaunch(exec, s), cudaGraphLaunch(exec, s), cudaStreamSynchronize(s);
     cudaMemcpy(got, x, 16, cudaMemcpyDeviceToHost);
     printf("%d %d %d %d\n", got[0], got[1], got[2], got[3]);

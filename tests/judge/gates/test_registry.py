@@ -21,7 +21,7 @@ from tests.fakes import L4, FakeDevice, Script, Watcher, install, request
 
 
 def make_gate(status: Status) -> Gate:
-    """A gate behind CORRECTNESS that compares the number of cases of the two sides."""
+    """A gate after CORRECTNESS that compares the number of cases of the two sides."""
 
     def check(run: GateRun) -> GateResult:
         baseline, candidate = (str(len(run.correctness.rows[side.role])) for side in run.sides)

@@ -136,7 +136,7 @@ def test_arithmetic_of_pytorch_between_launches() -> None:
 
 
 def test_pytorch_alone() -> None:
-    """It is repeated on other inputs; what the function keeps of the example is an earlier call's memory."""
+    """It is repeated on other inputs; data that the function keeps of the example is an earlier call's memory."""
     kept: list[torch.Tensor] = []
 
     def keep(x: torch.Tensor) -> torch.Tensor:
@@ -191,7 +191,7 @@ def test_an_answer_of_the_input_is_no_other_answer() -> None:
 
 
 def test_an_answer_computed_on_the_host_keeps_the_example() -> None:
-    """Its inputs are read behind PyTorch's back; other inputs get the example's answer, which is wrong."""
+    """Its inputs are read without PyTorch; other inputs get the example's answer, which is wrong."""
 
     def run(x: torch.Tensor) -> torch.Tensor:
         scaled(x)

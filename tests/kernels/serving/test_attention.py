@@ -31,7 +31,7 @@ KEYS = (0, 1, 63, 64, 65, 127, 128, 129, 257, 511, 512, 513, 1100)
 def case(lengths: list[tuple[int, int]], **options: Any) -> Case:
     """Pages of 128 tokens unless others are asked for, so that a tile's keys are all there.
 
-    Where pages behind a sequence leave a part of a tile of 128 keys unwritten, the emulator runs a kernel four times
+    If pages after a sequence leave a part of a tile of 128 keys unwritten, the emulator runs a kernel four times
     more, to see that nothing depends on it. Tests of pages and lengths that are not there have such pages; others of 16
     tokens fill their tiles.
     """
