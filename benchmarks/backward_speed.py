@@ -1,11 +1,15 @@
 """Time the 8-bit backward pass beside PyTorch's in bfloat16, and measure its errors.
 
-python -m benchmarks backward_speed [--json FILE]     on a Hopper GPU
+python -m benchmarks backward_speed [--masks] [--json FILE]     on a Hopper GPU
 
 All calls of a shape are timed interleaved, as CUDA graphs: backward passes alone, the steps of the one in 8 bits, and
 forward plus backward. "kept" is PyTorch's backward pass on the output and the log-sum-exp of the int8 forward pass.
 Errors are relative (Frobenius), against float64, of the first and the last head. TFLOP/s count five
 products for a backward pass, and seven with the forward pass, whatever a kernel computes.
+
+The rows with masks have a causal window, and lengths of keys. FlashAttention-2 of PyTorch computes them in bfloat16:
+the window on the same tensors, the lengths on keys that were packed before, which is not timed. cuDNN in PyTorch has
+neither.
 """
 
 from __future__ import annotations
@@ -23,10 +27,14 @@ from benchmarks.options import make_parser
 from benchmarks.records import write_measurements
 from benchmarks.timing import time_calls
 from greenfast.judge.report.formatting import table
+from greenfast.kernels.attention.backward import CAUSAL, FULL, make_mask
 from greenfast.ops import backward, quantized_backward, torch_ops
+from greenfast.ops.masked import MASKED_KEPT, MaskSpec
 
 HEADS, TOKENS = 16, 16384
 HEAD_DIMS, LENGTHS = (128, 64, 256), (4096, 16384)
+#: The keys that a query attends to, of 16,384; and the keys of four sequences of 4,096.
+WINDOW, KEYS = 1024, (4096, 3072, 2048, 1024)
 _ATEN: Any = torch.ops.aten
 
 
@@ -79,14 +87,14 @@ def make_calls(tensors: Sequence[Tensor], causal: bool) -> dict[str, Callable[[]
     def forward() -> tuple[Tensor, Tensor, Tensor]:
         return torch_ops.SDPA_KEPT(q, k, v, "int8", int(causal), scale, 8)  # type: ignore[no-any-return]
 
-    kept = forward()
+    kept, mask = forward(), CAUSAL if causal else FULL
     codes = quantized_backward.quantize(q, k, v, *kept, g, scale)
 
     def launch(parts: str) -> Any:
-        return quantized_backward.launch(codes, length, length, causal, parts)
+        return quantized_backward.launch(codes, length, length, mask, parts)
 
     def backward_in_8_bits(out: Tensor, lse: Tensor, key_mean: Tensor) -> Any:
-        return quantized_backward.compute_gradients(g, q, k, v, out, lse, key_mean, causal, scale)
+        return quantized_backward.compute_gradients(g, q, k, v, out, lse, key_mean, mask, scale)
 
     def backward_of_kept(out: Tensor, lse: Tensor, key_mean: Tensor) -> Any:
         return backward.sdpa_kept_backward(g, q, k, v, out, lse, key_mean, int(causal), scale)
@@ -112,13 +120,93 @@ def make_calls(tensors: Sequence[Tensor], causal: bool) -> dict[str, Callable[[]
     }
 
 
-def compute_exact(q: Tensor, k: Tensor, v: Tensor, g: Tensor, causal: bool) -> tuple[Tensor, ...]:
-    """Return dQ, dK and dV of one head in float64."""
+def make_masked_flash_calls(tensors: Sequence[Tensor], lengths: Tensor | None) -> tuple[Any, Any]:
+    """Return the calls of PyTorch's FlashAttention-2 with a causal window, or on packed keys of these lengths."""
+    q, k, v, g = (x.transpose(1, 2).contiguous() for x in tensors)  # (B, S, H, D)
+    options: dict[str, Any] = {"scale": q.shape[3] ** -0.5}
+    if lengths is None:
+        options |= {"window_size_left": WINDOW - 1, "window_size_right": 0}
+        sizes: tuple[Any, ...] = (None, None, q.shape[1], k.shape[1])
+    else:
+        kept = torch.arange(k.shape[1], device=k.device) < lengths.unsqueeze(1)
+        k, v = (x[kept].contiguous() for x in (k, v))
+        starts = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
+        every = torch.arange(len(q) + 1, device=q.device, dtype=torch.int32) * q.shape[1]
+        sizes = (every, starts, q.shape[1], int(lengths.max()))
+        q, g = q.flatten(0, 1), g.flatten(0, 1)
+
+    def forward() -> Any:
+        return _ATEN._flash_attention_forward(q, k, v, *sizes, 0.0, False, False, **options)
+
+    def backward(results: Any) -> Any:
+        out, lse, seed, unused, _ = results
+        return _ATEN._flash_attention_backward(
+            g, q, k, v, out, lse, *sizes, 0.0, False, seed, unused, **options
+        )  # fmt: skip
+
+    kept_results = forward()
+    return lambda: backward(forward()), lambda: backward(kept_results)
+
+
+def make_masked_calls(tensors: Sequence[Tensor], lengths: Tensor | None) -> dict[str, Callable[[], Any]]:
+    """Return the calls with a causal window, or with these lengths of keys, int32 (B,)."""
+    q, k, v, g = tensors
+    length, scale = q.shape[2], q.shape[3] ** -0.5
+    limits = (1, -1, -1) if lengths is not None else (1, WINDOW - 1, 0)
+    mask = make_mask(*limits, length, length, lengths=lengths is not None)
+
+    def forward() -> Any:
+        return MASKED_KEPT(q, k, v, "int8", lengths, *limits, scale)
+
+    kept = out, lse, key_mean = forward()
+    codes = quantized_backward.quantize(q, k, v, out, lse, key_mean, g, scale, lengths)
+
+    def backward_in_8_bits(out: Tensor, lse: Tensor, key_mean: Tensor) -> Any:
+        return quantized_backward.compute_gradients(g, q, k, v, out, lse, key_mean, mask, scale, lengths)
+
+    def launch(parts: str) -> Any:
+        return quantized_backward.launch(codes, length, length, mask, parts, lengths)
+
+    both, alone = make_masked_flash_calls(tensors, lengths)
+    return {
+        "flash bf16, forward + backward": both,
+        "flash bf16, backward": alone,
+        "8-bit, forward + backward": lambda: backward_in_8_bits(*forward()),
+        "8-bit, backward": lambda: backward_in_8_bits(*kept),
+        "8-bit, quantizer": lambda: quantized_backward.quantize(q, k, v, out, lse, key_mean, g, scale, lengths),
+        "8-bit, kernel of dK and dV": lambda: launch("keys"),
+        "8-bit, kernel of dQ": lambda: launch("queries"),
+        "int8 forward": forward,
+    }
+
+
+def measure_masks(head_dim: int) -> list[dict[str, Any]]:
+    """Return the rows with a window and with lengths: microseconds, and errors of dQ, dK and dV."""
+    rows = []
+    for name, length in (("window", max(LENGTHS)), ("lengths", TOKENS // len(KEYS))):
+        tensors = make_tensors(length, head_dim)
+        lengths = torch.tensor(KEYS, dtype=torch.int32, device="cuda") if name == "lengths" else None
+        spec = MaskSpec(1, -1, -1, lengths) if lengths is not None else MaskSpec(1, WINDOW - 1, 0)
+        allowed = spec.build_bool(length, length, tensors[0].device)[:, 0]
+        calls = make_masked_calls(tensors, lengths)
+        errors = {"8-bit": measure_errors(tensors, ~allowed, calls["8-bit, backward"]())}
+        us = time_calls(calls)
+        rows.append({"head_dim": head_dim, "length": length, "mask": name, "us": us, "errors": errors})
+        print(f"D {head_dim}, length {length}, {name}; errors of dQ, dK, dV: {errors}")
+        for call, t in us.items():
+            print(f"  {call:32} {t:10.1f} us", flush=True)
+        del calls
+        torch.cuda.empty_cache()
+    return rows
+
+
+def compute_exact(q: Tensor, k: Tensor, v: Tensor, g: Tensor, hidden: Tensor | None) -> tuple[Tensor, ...]:
+    """Return dQ, dK and dV of one head in float64. hidden: the scores that a mask leaves out."""
     q, k, v, g = (x.double() for x in (q, k, v, g))
     scale = q.shape[-1] ** -0.5
     scores = q @ k.T * scale
-    if causal:
-        scores.masked_fill_(torch.ones_like(scores, dtype=torch.bool).triu_(1), -math.inf)
+    if hidden is not None:
+        scores.masked_fill_(hidden, -math.inf)
     p = torch.softmax(scores, -1)
     del scores
     dv = p.T @ g
@@ -127,12 +215,12 @@ def compute_exact(q: Tensor, k: Tensor, v: Tensor, g: Tensor, causal: bool) -> t
     return ds @ k, ds.T @ q, dv
 
 
-def measure_errors(tensors: Sequence[Tensor], causal: bool, grads: Sequence[Tensor]) -> list[float]:
-    """Return the relative errors of dQ, dK and dV (B, H, S, D) over two heads."""
+def measure_errors(tensors: Sequence[Tensor], hidden: Tensor | None, grads: Sequence[Tensor]) -> list[float]:
+    """Return the relative errors of dQ, dK and dV (B, H, S, D) over two heads. hidden: bool (B or 1, S, S), or None."""
     differences, norms = [0.0] * 3, [0.0] * 3
     for index in ((0, 0), (-1, -1)):
         q, k, v, g = (x[index] for x in tensors)
-        exact = compute_exact(q, k, v, g, causal)
+        exact = compute_exact(q, k, v, g, None if hidden is None else hidden[index[0]])
         for i, (got, want) in enumerate(zip(grads, exact, strict=True)):
             differences[i] += float((got[index].double() - want).square().sum())
             norms[i] += float(want.square().sum())
@@ -143,6 +231,23 @@ def measure_errors(tensors: Sequence[Tensor], causal: bool, grads: Sequence[Tens
 def find_fastest(us: Mapping[str, float], name: str) -> float:
     """Return the microseconds of the faster of cuDNN and FlashAttention-2 in bfloat16."""
     return min(t for full_name, t in us.items() if full_name.endswith(f" bf16, {name}"))
+
+
+def render_masked_times(rows: Sequence[dict[str, Any]]) -> str:
+    """Return a table of microseconds with masks, beside FlashAttention-2 in bfloat16, and of errors in per cent."""
+    lines = []
+    for row in rows:
+        us, own = row["us"], [f"{100 * error:.1f}" for error in row["errors"]["8-bit"]]
+        parts = [f"{us[f'8-bit, {name}']:.0f}" for name in ("quantizer", "kernel of dK and dV", "kernel of dQ")]
+        compared = [
+            f"{us[f'8-bit, {name}']:.0f}, {us[f'flash bf16, {name}'] / us[f'8-bit, {name}']:.2f}x"
+            for name in ("backward", "forward + backward")
+        ]
+        mask = f"window of {WINDOW}" if row["mask"] == "window" else f"keys {', '.join(map(str, KEYS))}"
+        shape = f"{TOKENS // row['length']} x {row['length']}, {mask}"
+        lines.append((str(row["head_dim"]), shape, *parts, *compared, " / ".join(own)))
+    titles = ("D", "sequences", "quantizer", "dK and dV", "dQ", "backward", "with forward", "errors of dQ, dK, dV")
+    return table(titles, lines)
 
 
 def render_times(rows: Sequence[dict[str, Any]]) -> str:
@@ -171,22 +276,27 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Print times and errors, and write the record if asked to."""
     parser = make_parser("backward_speed", __doc__)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the record there")
+    parser.add_argument("--masks", action="store_true", help="only the rows with masks")
     args = parser.parse_args(argv)
     torch.cuda.set_stream(torch.cuda.Stream())  # type: ignore[no-untyped-call]
+    masked = [row for head_dim in HEAD_DIMS for row in measure_masks(head_dim)]
+    print(render_masked_times(masked))
     rows = []
-    for head_dim, length, causal in product(HEAD_DIMS, LENGTHS, (False, True)):
+    for head_dim, length, causal in product(HEAD_DIMS, LENGTHS, (False, True)) if not args.masks else ():
         tensors, scale = make_tensors(length, head_dim), head_dim**-0.5
         calls = make_calls(tensors, causal)
+        hidden = torch.ones(1, length, length, dtype=torch.bool, device="cuda").triu_(1) if causal else None
         errors = {
-            name: measure_errors(tensors, causal, calls[f"{name}, backward"]()[:3])
+            name: measure_errors(tensors, hidden, calls[f"{name}, backward"]()[:3])
             for name in ("8-bit", "kept", "cuDNN bf16")
             if f"{name}, backward" in calls
         }
         q, k, v, g = tensors
         out, lse = _ATEN._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)[:2]
         no_mean = torch.zeros_like(k[:, :, 0], dtype=torch.float32)
-        grads = quantized_backward.compute_gradients(g, q, k, v, out, lse, no_mean, causal, scale)
-        errors["8-bit, bf16 forward"] = measure_errors(tensors, causal, grads)
+        mask = CAUSAL if causal else FULL
+        grads = quantized_backward.compute_gradients(g, q, k, v, out, lse, no_mean, mask, scale)
+        errors["8-bit, bf16 forward"] = measure_errors(tensors, hidden, grads)
         us = time_calls(calls)
         flop = 2e-6 * TOKENS * length * HEADS * head_dim / (2 if causal else 1)  # of a product, in millions
         count = {name: 7 if "forward +" in name else 2 if "forward" in name else 5 for name in us}
@@ -199,4 +309,4 @@ def main(argv: Sequence[str] | None = None) -> None:
             print(f"  {name:32} {t:10.1f} us {tflops.get(name, 0):6} TFLOP/s", flush=True)
         del calls
         torch.cuda.empty_cache()
-    write_measurements(args.json, "backward_speed", torch.cuda.get_device_name(), rows=rows)
+    write_measurements(args.json, "backward_speed", torch.cuda.get_device_name(), rows=rows, masked=masked)

@@ -72,6 +72,7 @@ def cases() -> Iterator[tuple[str, Callable[[], object]]]:
     for head_dim in HEAD_DIMS:
         yield f"two parts, head dim {head_dim}", partial(_parts, head_dim)
         yield f"backward in 8 bits, head dim {head_dim}", partial(_backward, head_dim)
+        yield f"masked backward in 8 bits, head dim {head_dim}", partial(_masked_backward, head_dim)
 
 
 def _randn(*shape: int) -> Any:
@@ -242,6 +243,24 @@ def _backward(head_dim: int) -> None:
     for causal, rows, keys in ((False, 200, 333), (True, 300, 300), (False, 64, 1)):
         q, k, v = (_randn(1, n, s, head_dim).requires_grad_() for n, s in ((4, rows), (2, keys), (2, keys)))
         out = attend(q, k, v, is_causal=causal, enable_gqa=True, precision="int8", backward="8bit")
+        out.backward(_randn(*out.shape))
+
+
+def _masked_backward(head_dim: int) -> None:
+    """Windows narrower than a tile, with rows and tiles without a key, and lengths with empty sequences."""
+    import torch
+
+    import greenfast
+
+    attend: Any = greenfast.sdpa
+    lengths = torch.tensor([0, 1, 300], dtype=torch.int32, device="cuda")
+    options: tuple[dict[str, Any], ...] = (
+        {"window": (40, 5)}, {"window": (30, 0), "causal_alignment": "lower_right"}, {"kv_lengths": lengths},
+        {"kv_lengths": lengths, "is_causal": True, "window": (200, 0)},
+    )  # fmt: skip
+    for chosen in options:
+        q, k, v = (_randn(3, n, s, head_dim).requires_grad_() for n, s in ((4, 450), (2, 333), (2, 333)))
+        out = attend(q, k, v, enable_gqa=True, precision="int8", backward="8bit", **chosen)
         out.backward(_randn(*out.shape))
 
 

@@ -27,6 +27,7 @@ from greenfast.kernels.attention.config import KEY_ORDER
 from greenfast.numerics.attention import E4M3_SUM
 from greenfast.numerics.inputs import VARIANTS as VARIANTS
 from greenfast.numerics.inputs import standard_normal, varied
+from greenfast.ops.masked import MaskSpec
 from greenfast.ops.quantized_backward import encode
 from greenfast.spec.problem import Case, OutputSpec, References
 
@@ -52,42 +53,64 @@ def _draw(dims: tuple[tuple[str, int], ...], seed: int, variant: str) -> tuple[l
     """Return Q, K, V and dO, bfloat16 (heads, length, D), and the buffers of ``encode``.
 
     A row of dO is larger the more keys its query attends to, and smaller the more queries attend to a key. So gradients
-    of standard normal inputs are near 1 or smaller at any length, with and without a mask.
+    of standard normal inputs are near 1 or smaller at any length, with and without a mask. With LENGTHS there is also
+    ``kv_lengths``.
     """
     d = dict(dims)
     drawn = standard_normal((d["H"], d["S"], d["D"]), 2, seed)
     drawn += standard_normal((d["HK"], d["KV"], d["D"]), 2, seed + 1_000_000)
     q, g, k, v = (x.bfloat16() for x in varied(drawn, variant, seed))
-    keys = (~_hidden(d)).sum(1) if d["CAUSAL"] else torch.full((d["S"],), d["KV"])  # that a query attends to
-    of_key = d["KV"] * d["HK"] / (d["H"] * d["S"])  # the weights of a key in all rows add to 1 / of_key
-    g = (g.float() * (keys * min(1.0, of_key)).sqrt().unsqueeze(-1)).bfloat16()
-    heads = [_attend(d, *(_select_head(x, n, d["HK"]) for x in (q, k, v, g)))[1:3] for n in range(d["HK"])]
+    lengths = torch.randint(d["KV"] + 1, (d["HK"],), generator=torch.Generator().manual_seed(seed), dtype=torch.int32)
+    if not d["LENGTHS"]:
+        lengths = lengths.fill_(d["KV"])
+    sizes = torch.stack([_get_gradient_sizes(d, int(n)) for n in lengths]).repeat_interleave(d["H"] // d["HK"], 0)
+    g = (g.float() * sizes.unsqueeze(-1)).bfloat16()
+    heads = [
+        _attend(d, int(lengths[n]), *(_select_head(x, n, d["HK"]) for x in (q, k, v, g)))[1:3] for n in range(d["HK"])
+    ]
     out, lse = (torch.cat(x) for x in zip(*heads, strict=True))
-    batch = [x.unsqueeze(0) for x in (q, k, v, out.bfloat16(), lse.float(), g)]
-    return [q, k, v, g], encode(batch[0], batch[1], batch[2], batch[3], batch[4], batch[5], d["D"] ** -0.5)
+    # Each head of K is a sequence.
+    batch = [x.view(d["HK"], -1, *x.shape[1:]) for x in (q, k, v, out.bfloat16(), lse.float(), g)]
+    given = lengths if d["LENGTHS"] else None
+    codes = encode(batch[0], batch[1], batch[2], batch[3], batch[4], batch[5], d["D"] ** -0.5, None, given)
+    return [q, k, v, g], codes if given is None else codes | {"kv_lengths": given}
 
 
-def _attend(d: Mapping[str, int], *tensors: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _get_gradient_sizes(d: Mapping[str, int], length: int) -> Tensor:
+    """Return the factors of the rows of dO, (S,). length: the keys of the sequence."""
+    keys = (~_hidden(d, length)).sum(1)  # that a query attends to
+    # The weights of a key in all rows add to 1 / of_key.
+    of_key = length * d["HK"] / (d["H"] * max(1, int((keys > 0).sum())))
+    return (keys * min(1.0, of_key)).sqrt()
+
+
+def _attend(d: Mapping[str, int], length: int, *tensors: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the weights of one head of K and V, (heads of Q, S, KV), the output, the log-sum-exp and dS, in float64.
 
-    dS lacks the factor of the scores.
+    length: the keys of the sequence. dS lacks the factor of the scores.
     """
     q, k, v, g = (x.double() for x in tensors)
-    scores = q @ k.mT * d["D"] ** -0.5
-    if d["CAUSAL"]:
-        scores = scores.masked_fill(_hidden(d), -math.inf)
-    p = torch.softmax(scores, -1)
+    hidden = _hidden(d, length)
+    scores = (q @ k.mT * d["D"] ** -0.5).masked_fill(hidden, -math.inf)
+    p = torch.softmax(scores, -1).masked_fill(hidden, 0.0)  # a row without a key is not a number
     out = p @ v
     return p, out, torch.logsumexp(scores, -1), p * (g @ v.mT - (g * out).sum(-1, keepdim=True))
 
 
-def _hidden(d: Mapping[str, int]) -> Tensor:
-    """Return which keys a query does not attend to with CAUSAL, (S, KV)."""
-    return torch.arange(d["KV"]) > torch.arange(d["S"]).unsqueeze(1)
+def _hidden(d: Mapping[str, int], length: int) -> Tensor:
+    """Return which keys a query does not attend to, (S, KV). length: the keys of the sequence."""
+    alignment, left, right = _family.get_limits(d)
+    mask = MaskSpec(alignment, left, right, torch.tensor([length]))
+    return ~mask.build_bool(d["S"], d["KV"], torch.device("cpu"))[0, 0]
+
+
+def _get_length(d: Mapping[str, int], codes: Mapping[str, Tensor]) -> int:
+    """Return the keys of the sequence of one head of K."""
+    return int(codes["kv_lengths"]) if d["LENGTHS"] else d["KV"]
 
 
 def make_case(dims: Mapping[str, int], seed: int, fmt: str, variant: str = "normal") -> Case:
-    """Codes q, k, v, grad, q_t, k_t and grad_t (uint8), tables (int32) and factors (float32).
+    """Codes q, k, v, grad, q_t, k_t and grad_t (uint8), tables (int32) and factors (float32), and kv_lengths (int32).
 
     They are as kernels/attention/backward.py describes them. Outputs dq, dk and dv are bfloat16 bits as uint16.
     """
@@ -107,8 +130,9 @@ def references(dims: Mapping[str, int], seed: int, fmt: str, variant: str = "nor
     exact: list[list[Tensor]] = []
     bound: list[list[Tensor]] = []
     for head in range(d["HK"]):  # one head of K and V at a time, because weights of all heads take much memory
-        full.append(_compute_exact(d, *(_select_head(x, head, d["HK"]) for x in tensors)))
         selected = {name: _select_head(x, head, d["HK"]) for name, x in codes.items()}
+        length = _get_length(d, selected)
+        full.append(_compute_exact(d, length, *(_select_head(x, head, d["HK"]) for x in tensors)))
         for results, gradients in zip((exact, bound), compute_from_codes(d, selected), strict=True):
             results.append(gradients)
     joined = [[torch.cat(x) for x in zip(*gradients, strict=True)] for gradients in (full, exact, bound)]
@@ -122,9 +146,9 @@ def _select_head(x: Tensor, head: int, kv_heads: int) -> Tensor:
     return x[head * group : (head + 1) * group]
 
 
-def _compute_exact(d: Mapping[str, int], q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> list[Tensor]:
+def _compute_exact(d: Mapping[str, int], length: int, q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> list[Tensor]:
     """Return dQ, dK and dV of the unquantized tensors of one head of K and V, in float64."""
-    p, _, _, ds = _attend(d, q, k, v, g)
+    p, _, _, ds = _attend(d, length, q, k, v, g)
     ds = ds * d["D"] ** -0.5
     return [ds @ k.double(), (ds.mT @ q.double()).sum(0, keepdim=True), (p.mT @ g.double()).sum(0, keepdim=True)]
 
@@ -145,9 +169,7 @@ def compute_from_codes(d: Mapping[str, int], codes: Mapping[str, Tensor]) -> tup
     by_query, by_key, by_value = codes["factors"][0].double()
 
     exponent = (q @ k.mT + starts[0].unsqueeze(-1)) * factor + grad_exponent
-    if d["CAUSAL"]:
-        exponent = exponent.masked_fill(_hidden(d), -math.inf)
-    p = torch.exp2(exponent)
+    p = torch.exp2(exponent.masked_fill(_hidden(d, _get_length(d, codes)), -math.inf))
     ds = p * (grad @ v.mT + starts[1].unsqueeze(-1))
     of_keys = ds * q_scale
     exact = [
@@ -201,7 +223,7 @@ def decode(outputs: Mapping[str, NDArray[Any]], fmt: str) -> NDArray[np.float64]
 
 
 def least_work(dims: Mapping[str, int]) -> dict[str, int]:
-    """Five products of 2 D operations and one exponential for each unmasked score."""
+    """Five products of 2 D operations and one exponential for each unmasked score; of half the keys with LENGTHS."""
     d = _family.read_dims(dims, "int8")
-    scores = d["H"] * (int((~_hidden(d)).sum()) if d["CAUSAL"] else d["S"] * d["KV"])
+    scores = d["H"] * int((~_hidden(d, d["KV"])).sum()) // (2 if d["LENGTHS"] else 1)
     return {"matrix_flops": 10 * scores * d["D"], "exponentials": scores}

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import greenfast
 from greenfast.ops import backward, reference
+from greenfast.ops.masked import MaskSpec
 from tests.ops.gradient_cases import KINDS, Sizes, bound, case, error, gradients, torch_attention
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper_gpu")]
@@ -98,6 +99,45 @@ def test_in_8_bits(sizes: Sizes, kind: str) -> None:
         assert error(mine, exact, grad) < IN_8_BITS[kind], name
         assert torch.equal(mine, same)
         assert same.stride() == x.stride()
+
+
+#: Options -> sizes. In each, some rows, keys or tiles have no partner.
+MASKED_IN_8_BITS: tuple[tuple[dict[str, Any], Sizes], ...] = (
+    ({"window": (1000, 0)}, Sizes(3000, 3000, 128, heads=4, kv_heads=2)),
+    ({"window": (37, 5)}, Sizes(1100, 1000, 64, heads=4, kv_heads=1)),
+    ({"window": (300, 100), "causal_alignment": "lower_right"}, Sizes(500, 1500, 256)),
+    ({"window": (300, 0), "causal_alignment": "lower_right"}, Sizes(1500, 500, 128)),
+    ({"is_causal": True, "causal_alignment": "lower_right"}, Sizes(700, 1500, 64)),
+    ({"kv_lengths": (1500, 0, 1, 777)}, Sizes(700, 1500, 128, heads=4, kv_heads=2)),
+    ({"kv_lengths": (1024, 129, 64), "is_causal": True}, Sizes(1500, 1500, 64)),
+    ({"kv_lengths": (1000, 1500), "window": (200, 50)}, Sizes(1500, 1500, 256)),
+)
+
+
+@pytest.mark.parametrize("kind", ["normal", "biased 3", "outliers"])
+@pytest.mark.parametrize(("options", "sizes"), MASKED_IN_8_BITS, ids=str)
+def test_masked_in_8_bits(options: dict[str, Any], sizes: Sizes, kind: str) -> None:
+    """Against float32. The padding holds NaN; its gradients are exactly 0, and those of keys without a query too."""
+    inputs, grad = on_gpu(kind, sizes)
+    lengths = torch.tensor(options.get("kv_lengths", (sizes.kv_len,)), device="cuda")
+    q, k, v, g = (x.repeat(len(lengths), 1, 1, 1) for x in (*inputs, grad))
+    padding = (torch.arange(sizes.kv_len, device="cuda") >= lengths.view(-1, 1, 1)).unsqueeze(-1)
+    given = [q, k.masked_fill(padding, float("nan")), v.masked_fill(padding, float("nan"))]
+    chosen = {"enable_gqa": True, "precision": "int8", "backward": "8bit"} | options
+    if "kv_lengths" in options:
+        chosen["kv_lengths"] = lengths
+    found = gradients(lambda *x: sdpa(*x, **chosen), given, g)
+    again = gradients(lambda *x: sdpa(*x, **chosen), given, g)
+    left, right = options.get("window", (-1, -1))
+    spec = MaskSpec(2 if "causal_alignment" in options else 1, left, 0 if "is_causal" in options else right, lengths)
+    mask = spec.build_bool(sizes.q_len, sizes.kv_len, q.device)
+    k, v = k.masked_fill(padding, 0.0), v.masked_fill(padding, 0.0)
+    wanted = of_reference(g, q, k, v, 0, sizes.head_dim**-0.5, mask=mask)
+    blind = ~mask.any(-1).squeeze(1), ~mask.any(-2).squeeze(1)
+    for i, (mine, same, exact) in enumerate(zip(found, again, wanted, strict=True)):
+        assert error(mine, exact, g) < IN_8_BITS[kind], "qkv"[i]
+        assert torch.equal(mine, same)
+        assert not mine.transpose(1, 2)[blind[min(i, 1)].expand(len(lengths), -1)].any()
 
 
 def test_compiled_and_zero_gradients_in_8_bits() -> None:

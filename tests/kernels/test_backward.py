@@ -14,6 +14,7 @@ from greenfast.kernels import HEAD_DIMS
 from greenfast.kernels.attention import backward
 from greenfast.kernels.attention.config import padded_keys
 from greenfast.ops import quantized_backward
+from greenfast.ops.masked import MaskSpec
 from greenfast.ops.reference import build_rotation
 from greenfast.spec.kernel import KernelSource, Launch, find_buffers
 from greenfast.spec.problem import Case, OutputSpec
@@ -22,18 +23,25 @@ from tests.emulator.kernels import run_source
 DIM = 128
 #: Relative errors (Frobenius) of a gradient, and the largest of a row: int8 for Q K^T and dO V^T, E4M3 for the others.
 LARGEST_ERROR, LARGEST_ROW_ERROR = 0.05, 0.12
+RANGE = backward.BackwardMask(shifts=(0, 0))
+LENGTHS = backward.BackwardMask(shifts=(0, 0), lengths=True)
 
 
-def draw(heads: int, kv_heads: int, q_len: int, kv_len: int, dim: int = DIM) -> list[Tensor]:
-    """Return Q, K, V and dO, bfloat16 (1, heads, length, dim)."""
+def draw(heads: int, kv_heads: int, q_len: int, kv_len: int, dim: int = DIM, batch: int = 1) -> list[Tensor]:
+    """Return Q, K, V and dO, bfloat16 (batch, heads, length, dim)."""
     generator = torch.Generator().manual_seed(0)
-    of_queries, of_keys = (1, heads, q_len, dim), (1, kv_heads, kv_len, dim)
+    of_queries, of_keys = (batch, heads, q_len, dim), (batch, kv_heads, kv_len, dim)
     shapes = (of_queries, of_keys, of_keys, of_queries)
     return [torch.randn(shape, generator=generator).bfloat16() for shape in shapes]
 
 
-def attend(tensors: list[Tensor], causal: bool) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Return the output and the log-sum-exp of exact attention, and dQ, dK and dV, in float64."""
+def attend(
+    tensors: list[Tensor], causal: bool = False, mask: Tensor | None = None
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """Return the output and the log-sum-exp of exact attention, and dQ, dK and dV, in float64.
+
+    mask: which keys queries attend to, bool, broadcastable to (B, H, S, KV). A row without a key is 0.
+    """
     q, k, v, g = (x.double() for x in tensors)
     group = q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(group, 1) for x in (k, v))
@@ -41,10 +49,14 @@ def attend(tensors: list[Tensor], causal: bool) -> tuple[Tensor, Tensor, list[Te
     scores = q @ k.mT * scale
     if causal:
         scores = scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1), -math.inf)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -math.inf)
     p = torch.softmax(scores, -1)
+    if mask is not None:
+        p = p.masked_fill(~mask, 0.0)
     out = p @ v
     ds = p * (g @ v.mT - (g * out).sum(-1, keepdim=True)) * scale
-    dk, dv = (x.view(1, -1, group, *x.shape[2:]).sum(2) for x in (ds.mT @ q, p.mT @ g))
+    dk, dv = (x.view(len(x), -1, group, *x.shape[2:]).sum(2) for x in (ds.mT @ q, p.mT @ g))
     return out, torch.logsumexp(scores, -1), [ds @ k, dk, dv]
 
 
@@ -57,8 +69,12 @@ def emulate(source: KernelSource, plan: Launch, buffers: dict[str, np.ndarray], 
     buffers |= result.outputs
 
 
-def compute_gradients(codes: dict[str, Tensor], q_len: int, kv_len: int, causal: bool) -> list[Tensor]:
-    """Return dQ, dK and dV, float64 (1, heads, length, dim), of the kernels on the emulator."""
+def compute_gradients(
+    codes: dict[str, Tensor], q_len: int, kv_len: int, mask: backward.BackwardMask = backward.FULL,
+    kv_lengths: Tensor | None = None,
+) -> list[Tensor]:  # fmt: skip
+    """Return dQ, dK and dV, float64 (batch, heads, length, dim), of the kernels on the emulator."""
+    batch = 1 if kv_lengths is None else len(kv_lengths)
     heads, kv_heads, dim = len(codes["q"]), len(codes["k"]), codes["q"].shape[2]
     sizes, of_keys, of_queries = (
         (heads, kv_heads, q_len, kv_len),
@@ -66,15 +82,18 @@ def compute_gradients(codes: dict[str, Tensor], q_len: int, kv_len: int, causal:
         backward.QUERIES_TILINGS[dim],
     )
     buffers = {name: x.numpy() for name, x in codes.items()}
+    if kv_lengths is not None:
+        buffers["kv_lengths"] = kv_lengths.numpy()
     shapes = {"dq": (heads, q_len), "dk": (kv_heads, kv_len), "dv": (kv_heads, kv_len)}
     specs = {name: OutputSpec((*shape, dim), "uint16") for name, shape in shapes.items()}
     outputs = {name: specs[name] for name in ("dk", "dv")}
     for tiles in of_keys:
         written = {name: x for name, x in outputs.items() if name in tiles.outputs}
-        emulate(backward.keys_kernel(tiles, causal), backward.keys_launch(tiles, *sizes), buffers, written)
-    plan = backward.queries_launch(of_queries, *sizes)
-    emulate(backward.queries_kernel(of_queries, causal), plan, buffers, {"dq": specs["dq"]})
-    return [torch.from_numpy(buffers[name]).view(torch.bfloat16).double().unsqueeze(0) for name in shapes]
+        emulate(backward.keys_kernel(tiles, mask), backward.keys_launch(tiles, *sizes, mask, batch), buffers, written)
+    plan = backward.queries_launch(of_queries, *sizes, mask, batch)
+    emulate(backward.queries_kernel(of_queries, mask), plan, buffers, {"dq": specs["dq"]})
+    results = {name: torch.from_numpy(buffers[name]).view(torch.bfloat16).double() for name in shapes}
+    return [x.view(batch, -1, *x.shape[1:]) for x in results.values()]
 
 
 def check(got: Tensor, want: Tensor, rows: slice = slice(None)) -> None:
@@ -104,10 +123,69 @@ def test_gradients_follow_float64(heads: int, kv_heads: int, q_len: int, kv_len:
     out, lse, exact = attend(tensors, causal)
     q, k, v, g = tensors
     codes = quantized_backward.encode(q, k, v, out.bfloat16(), lse.float(), g, dim**-0.5)
-    dq, dk, dv = compute_gradients(codes, q_len, kv_len, causal)
+    dq, dk, dv = compute_gradients(codes, q_len, kv_len, backward.CAUSAL if causal else backward.FULL)
     check(dq, exact[0], slice(max(16, dim // 8) if causal else 0, None))  # dP - delta of the first rows is small
     check(dk, exact[1], slice(min(q_len, kv_len) - 8 if causal and q_len <= kv_len else None))
     check(dv, exact[2])
+
+
+def build_case(
+    sizes: tuple[int, int, int, int, int], alignment: int, left: int, right: int, lengths: list[int] | None, bias: float
+) -> tuple[list[Tensor], backward.BackwardMask, Tensor | None, Tensor]:
+    """Return Q, K, V and dO, with NaN in the padding; the mask of the kernels; lengths; the mask as booleans."""
+    q_len, kv_len = sizes[2:4]
+    tensors = draw(*sizes, batch=1 if lengths is None else len(lengths))
+    tensors[1] += bias
+    tensors[2][..., 0] += 3 * bias
+    tensors[0][..., 7, 5] += 10 * bias
+    kv_lengths = None if lengths is None else torch.tensor(lengths, dtype=torch.int32)
+    allowed = MaskSpec(alignment, left, right, kv_lengths).build_bool(q_len, kv_len, torch.device("cpu"))
+    if kv_lengths is not None:
+        padding = torch.arange(kv_len) >= kv_lengths.view(-1, 1, 1)
+        for x in tensors[1:3]:
+            x.masked_fill_(padding.unsqueeze(-1), math.nan)
+    mask = backward.make_mask(alignment, left, right, q_len, kv_len, lengths=lengths is not None)
+    return tensors, mask, kv_lengths, allowed
+
+
+def clear(tensors: list[Tensor]) -> list[Tensor]:
+    """Return Q, K, V and dO with zeros instead of the padding's NaN, for references."""
+    return [x.nan_to_num(0.0) for x in tensors]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "alignment", "left", "right", "lengths", "bias"),
+    [
+        ((2, 1, 200, 300, 64), 1, 20, 5, None, 0.0),  # narrower than a tile
+        ((1, 1, 330, 300, 128), 1, 100, 0, None, 1.0),
+        ((1, 1, 70, 150, 256), 2, -1, 0, None, 0.0),  # a causal mask aligned at the last key
+        ((1, 1, 200, 70, 64), 2, 30, 10, None, 0.0),  # rows and tiles without a key
+        ((1, 1, 130, 300, 128), 2, 0, 0, None, 0.0),  # one key, so dQ and dK are 0
+        ((1, 1, 150, 260, 64), 1, -1, -1, [0, 1, 200], 0.0),
+        ((2, 1, 70, 150, 128), 1, -1, 0, [150, 129], 1.0),
+        pytest.param((2, 1, 100, 130, 256), 2, 40, 3, [99, 130], 0.0, marks=pytest.mark.slow),
+    ],
+)
+def test_masked_gradients_follow_float64(
+    sizes: tuple[int, int, int, int, int], alignment: int, left: int, right: int, lengths: list[int] | None, bias: float
+) -> None:
+    """Gradients of the padding, and of rows and keys without a partner, are exactly 0, whatever the padding holds."""
+    tensors, mask, kv_lengths, allowed = build_case(sizes, alignment, left, right, lengths, bias)
+    q_len, kv_len = sizes[2:4]
+    out, lse, exact = attend(clear(tensors), mask=allowed)
+    buffers = quantize(tensors, out, lse, kv_lengths)
+    used = {name: buffers[name] for name in quantized_backward._CODES}
+    q, k, v, g = clear(tensors)
+    mean = buffers["k_mean"].view(len(q), -1, sizes[4])
+    wanted = quantized_backward.encode(q, k, v, out.bfloat16(), lse.float(), g, sizes[4] ** -0.5, mean, kv_lengths)
+    for name in ("k", "v", "k_t"):
+        assert (used[name] != wanted[name]).float().mean() < 2e-3
+    blind = ~allowed.any(-1).squeeze(1), ~allowed.any(-2).squeeze(1)
+    for i, got in enumerate(compute_gradients(used, q_len, kv_len, mask, kv_lengths)):
+        empty = blind[min(i, 1)].unsqueeze(1).expand(got.shape[:3])
+        assert not got[empty].any()
+        # With one key dP - delta is the rounding of dP alone: dQ and dK are not 0, but small beside dV.
+        assert (got - exact[i]).norm() < LARGEST_ERROR * max(exact[i].norm(), exact[2].norm() / 2)
 
 
 def test_each_key_has_its_scale() -> None:
@@ -128,7 +206,7 @@ def test_each_key_has_its_scale() -> None:
     mean = k.double().mean(-2, keepdim=True)
     lse = torch.logsumexp(scores, -1) + (q.double() * mean).sum(-1) * scale
     codes = quantized_backward.encode(q, k, v, out, lse.float(), g, scale)
-    _, _, dv = compute_gradients(codes, 128, 128, False)
+    _, _, dv = compute_gradients(codes, 128, 128)
     exact = torch.softmax(scores, -1).mT @ g.double()
     others = [i for i in range(128) if i != 5]
     assert exact[..., others, :].norm(dim=-1).max() < 1e-4 * exact[..., 5, :].norm()
@@ -150,23 +228,28 @@ def test_differences_beyond_the_range_of_an_accumulator() -> None:
     starts = codes["tables"][..., backward.ROWS : 2 * backward.ROWS] - quantized_backward._MAGIC_BITS
     assert products.max() + starts.max() > 2**22
     others = [i for i in range(64) if i != 5]
-    _, dk, _ = compute_gradients(codes, 64, 64, False)
+    _, dk, _ = compute_gradients(codes, 64, 64)
     check(dk[..., others, :], exact[1][..., others, :])
 
 
-def quantize(tensors: list[Tensor], out: Tensor, lse: Tensor) -> dict[str, Tensor]:
+def quantize(tensors: list[Tensor], out: Tensor, lse: Tensor, kv_lengths: Tensor | None = None) -> dict[str, Tensor]:
     """Return the buffers of the quantizer's kernels on the emulator. Each kernel must write all of its outputs.
 
     The kernels get a log-sum-exp without the contribution of a vector near the keys' mean, as after a forward pass.
     """
     q, k, v, g = tensors
-    (_, heads, q_len, dim), (_, kv_heads, kv_len, _) = q.shape, k.shape
+    (batch, heads, q_len, dim), (_, kv_heads, kv_len, _) = q.shape, k.shape
+    sizes = (batch, heads, kv_heads, q_len, kv_len)
+    lengths = kv_lengths is not None
     inputs = (q, k, v, out.bfloat16(), g)
     buffers = {name: x.view(torch.uint16).numpy() for name, x in zip(backward.INPUTS, inputs, strict=True)}
     lse_mean = 0.9 * k.float().nan_to_num(0.0, 0.0).mean(2)
     shifts = (q.float() * lse_mean.repeat_interleave(heads // kv_heads, 1).unsqueeze(2)).sum(-1) * dim**-0.5
     buffers["lse"] = (lse.float() - shifts.nan_to_num(0.0)).numpy()
-    buffers["lse_mean"], buffers["rotation"] = (lse_mean @ build_rotation(dim))[0].numpy(), build_rotation(dim).numpy()
+    buffers["lse_mean"], buffers["rotation"] = (lse_mean @ build_rotation(dim)).numpy(), build_rotation(dim).numpy()
+    if kv_lengths is not None:
+        buffers["kv_lengths"] = kv_lengths.numpy()
+    heads, kv_heads = batch * heads, batch * kv_heads
     chunks, tiles, tables = (
         backward.count_chunks(kv_len),
         backward.count_blocks(kv_len, dim),
@@ -187,8 +270,8 @@ def quantize(tensors: list[Tensor], out: Tensor, lse: Tensor) -> dict[str, Tenso
     written: list[tuple[str, ...]] = [("k_sums", "v_amax"), ("k_mean", "mean_shift", "k_amax")]
     written.append(tuple(specs.keys() - {*written[0], *written[1]}))
     strides = tuple(x.stride()[:3] for x in inputs)
-    launches = backward.encode_launches(dim, 1, heads, kv_heads, q_len, kv_len, dim**-0.5, strides)
-    for source, plan, names in zip(backward.encode_kernels(dim), launches, written, strict=True):
+    launches = backward.encode_launches(dim, *sizes, dim**-0.5, strides, lengths=lengths)
+    for source, plan, names in zip(backward.encode_kernels(dim, lengths=lengths), launches, written, strict=True):
         emulate(source, plan, buffers, {name: specs[name] for name in names})
     return {name: torch.from_numpy(buffers[name]) for name in specs}
 
@@ -234,7 +317,7 @@ def test_numbers_that_are_not_finite_reach_the_gradients(name: str, value: float
         quantize(tensors, out, lse), quantized_backward.encode(q, k, v, out.bfloat16(), lse.float(), g, 64**-0.5)
     ):  # fmt: skip
         used = {name: codes[name] for name in (*quantized_backward._CODES,)}
-        grads = compute_gradients(used, 100, 70, False)
+        grads = compute_gradients(used, 100, 70)
         for got, wanted in zip(grads, exact, strict=True):
             assert got[wanted.isnan()].isnan().all()
         if name in ("q", "grad", "lse"):
@@ -274,12 +357,12 @@ def test_the_mean_of_keys_is_that_of_all_chunks() -> None:
 
 
 @pytest.mark.parametrize("dim", HEAD_DIMS)
-@pytest.mark.parametrize("causal", [False, True])
-def test_products_overlap(causal: bool, dim: int) -> None:
+@pytest.mark.parametrize("mask", [backward.FULL, backward.CAUSAL, RANGE, LENGTHS], ids=str)
+def test_products_overlap(mask: backward.BackwardMask, dim: int) -> None:
     """ptxas serializes wgmma (messages C7510 to C7517) after small changes of the loop, at half the speed."""
     for source in (
-        *(backward.keys_kernel(tiles, causal) for tiles in backward.KEYS_TILINGS[dim]),
-        backward.queries_kernel(backward.QUERIES_TILINGS[dim], causal),
+        *(backward.keys_kernel(tiles, mask) for tiles in backward.KEYS_TILINGS[dim]),
+        backward.queries_kernel(backward.QUERIES_TILINGS[dim], mask),
     ):
         compiled = compile_kernel(source, backward.TARGET)
         assert "C75" not in compiled.log

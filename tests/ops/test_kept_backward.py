@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import greenfast
-from greenfast.ops import cuda, quantized_backward, reference, routing, torch_ops
+from greenfast.ops import cuda, masked, quantized_backward, reference, routing, torch_ops
 from tests.ops.gradient_cases import Sizes, case
 from tests.ops.launched import PretendedGpu
 from tests.ops.launched import gpu as gpu
@@ -65,6 +65,41 @@ def test_results_on_a_cpu_are_those_of_16_bits(
     assert len(kept) == 2, "nothing is kept without gradients"
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"window": (7, 3)},
+        {"window": (20, 0), "causal_alignment": "lower_right"},
+        {"is_causal": True, "causal_alignment": "lower_right"},
+        {"kv_lengths": torch.tensor([0, 33])},
+        {"kv_lengths": torch.tensor([1, 50]), "is_causal": True, "window": (9, 0)},
+    ],
+    ids=str,
+)
+def test_windows_and_lengths(options: dict[str, Any]) -> None:
+    """On a CPU: PyTorch's gradients with the same mask, exactly 0 for the padding, and no NaN from it."""
+    q, k, v = (torch.cat([x, x.flip(2)]).detach().requires_grad_() for x in inputs())
+    lengths = options.get("kv_lengths")
+    with torch.no_grad():
+        if lengths is not None:
+            padding = torch.arange(50) >= lengths.view(2, 1, 1)
+            k.masked_fill_(padding.unsqueeze(-1), float("nan"))
+            v.masked_fill_(padding.unsqueeze(-1), float("nan"))
+    found = gradients([q, k, v], backward="8bit", **options)
+    left, right = options.get("window", (-1, 0 if options.get("is_causal") else -1))
+    alignment = 2 if "causal_alignment" in options else 1
+    mask = masked.MaskSpec(alignment, left, right, lengths).build_bool(40, 50, q.device)
+    tensors = [x.detach().nan_to_num(0.0).double().requires_grad_() for x in (q, k, v)]
+    attend: Any = torch.nn.functional.scaled_dot_product_attention
+    out = attend(*tensors, attn_mask=mask, enable_gqa=True)
+    kept = sdpa(q, k, v, enable_gqa=True, backward="8bit", **options).detach()
+    wanted = torch.autograd.grad(out, tensors, 2 * kept.double())
+    for mine, theirs in zip(found, wanted, strict=True):
+        assert (mine.double() - theirs).norm() < 0.01 * theirs.norm()
+    blind = ~mask.any(-2).expand(2, -1, -1)
+    assert not any(x.transpose(1, 2)[blind[:, 0]].any() for x in found[1:])
+
+
 def test_the_operators_are_registered_as_pytorch_wants() -> None:
     q, k, v = inputs(20, 20)
     parts = ("test_schema", "test_autograd_registration", "test_faketensor")  # others send gradients to its log-sum-exp
@@ -72,6 +107,11 @@ def test_the_operators_are_registered_as_pytorch_wants() -> None:
     kept = torch.ops.greenfast.sdpa_kept(q.detach(), k.detach(), v.detach(), "fp8", 1, 0.1, 8)
     call = (kept[0], q.detach(), k.detach(), v.detach(), *kept, 1, 0.1, 8)
     torch.library.opcheck(torch.ops.greenfast.sdpa_kept_backward.default, call)
+    limits = (torch.tensor([13], dtype=torch.int32), 1, 5, 0, 0.1)
+    torch.library.opcheck(torch.ops.greenfast.masked_kept.default, (q, k, v, "fp8", *limits), test_utils=parts)
+    kept = torch.ops.greenfast.masked_kept(q.detach(), k.detach(), v.detach(), "fp8", *limits)
+    call = (kept[0], q.detach(), k.detach(), v.detach(), *kept, *limits)
+    torch.library.opcheck(torch.ops.greenfast.masked_kept_backward.default, call)
     grad, *_ = torch.autograd.grad(
         torch.ops.greenfast.sdpa_kept(q, k, v, "fp8", 1, 0.1, 8)[0].sum(), q, create_graph=True
     )
@@ -98,11 +138,13 @@ def test_other_calls_are_refused_by_name() -> None:
     named = [x.detach() for x in (q, k, v)]
     for tensors, options, message in (
         (named, {"backward": "fp8"}, r"backward: 'fp8'; allowed are '16bit', '16bit_kept', '8bit', 'auto'"),
-        (named, {"kv_lengths": torch.tensor([3])}, "masks, score options, dropout and return_lse.*recomputes"),
-        (named, {"return_lse": True}, "masks, score options, dropout and return_lse.*recomputes"),
-        (named, {"is_causal": True, "causal_alignment": "lower_right"}, "lower_right"),
+        (named, {"attn_mask": torch.ones(40, 40).bool()}, "attn_mask, softcap, .*dropout and return_lse.*recomputes"),
+        (named, {"window": (3, 0), "softcap": 3.0}, "attn_mask, softcap, .*dropout and return_lse.*recomputes"),
+        (named, {"return_lse": True}, "attn_mask, softcap, .*dropout and return_lse.*recomputes"),
+        (named, {"backward": "16bit_kept", "window": (3, 0)}, r'recomputes the forward pass; backward="8bit" has them'),
+        ([q, k, v], {"kv_lengths": torch.tensor([3, 4])}, r"kv_lengths: .*\(1,\) is needed"),
         (named, {"precision": "fp8_token"}, "allowed are 'fp8', 'int8', 'int8_fine'"),
-        (named, {"backward": "16bit_kept", "softcap": 2.0}, "16bit_kept.*masks, score options"),
+        (named, {"backward": "16bit_kept", "softcap": 2.0}, "16bit_kept.*attn_mask, softcap"),
         (
             [x.float() for x in named],
             {"backward": "16bit_kept"},
@@ -135,7 +177,7 @@ def test_auto_takes_long_calls_that_fit(monkeypatch: pytest.MonkeyPatch) -> None
 def test_explained_with_the_reason() -> None:
     """On an H100 that this machine does not have, and on the CPU."""
     q = torch.empty(1, 4, 4096, 128, dtype=torch.bfloat16, device="meta")
-    short, masked = q[:, :, :4095], {"softcap": 3.0}
+    short, softcap = q[:, :, :4095], {"softcap": 3.0}
 
     def explain(x: Tensor, backward: Any, **options: Any) -> greenfast.Explanation:
         return greenfast.explain(x, x, x, backward=backward, **({"target": "sm_90a"} | options))
@@ -146,7 +188,10 @@ def test_explained_with_the_reason() -> None:
         (q, "auto", {"is_causal": True}, "8bit", "int8 and E4M3 products"),
         (short, "8bit", {}, "8bit", "int8 and E4M3 products"),
         (short, "auto", {}, "16bit", "may be shorter than 4096"),
-        (q, "auto", masked, "16bit", "masks, score options"),
+        (q, "auto", softcap, "16bit", "attn_mask, softcap, sinks"),
+        (q, "8bit", {"window": (1024, 0)}, "8bit", "int8 and E4M3 products"),
+        (q, "auto", {"window": (1024, 0)}, "16bit", "was not measured"),
+        (q, "8bit", {"kv_lengths": torch.empty(1, dtype=torch.int32, device="meta")}, "8bit", "int8 and E4M3"),
         (q[..., :32], "auto", {}, "16bit", "must be bfloat16 tensors"),
         (q[..., :64], "auto", {}, "16bit_kept", "PyTorch's backward pass"),
         (q[..., :64].half(), "auto", {}, "16bit_kept", "PyTorch's backward pass"),
@@ -161,7 +206,7 @@ def test_explained_with_the_reason() -> None:
         assert reason in explanation.backward_reason
         assert bool(reason) == ("backward" in str(explanation))
     others: list[tuple[Tensor, Any, str]] = [
-        (q, masked, "masks, score"),
+        (q, softcap, "attn_mask, softcap, sinks"),
         (q.half(), {}, "bfloat16"),
         (q, {"rope": ()}, "block"),
     ]
@@ -186,6 +231,24 @@ def test_what_a_training_step_launches(gpu: PretendedGpu, head_dim: int, launche
         assert [tuple(x.shape) for x in kept] == shapes
         assert len(gpu.launched()) == counts[0]
         grads = quantized_backward.sdpa_kept_backward(torch.randn_like(q), *tensors, *kept, 1, 0.1)
+        assert [x.shape for x in grads] == [x.shape for x in tensors]
+        assert len(gpu.launched()) == counts[1]
+
+
+@pytest.mark.parametrize("options", [{"window": (50, 0)}, {"kv_lengths": torch.tensor([120, 0])}], ids=str)
+def test_what_a_masked_training_step_launches(gpu: PretendedGpu, options: dict[str, Any]) -> None:
+    """Forward: the quantizer, the schedule and attention. Backward: as without a mask."""
+    q = torch.randn(2, 4, 300, 64).bfloat16()
+    k, v = torch.randn(2, 2, 2, 200, 64).bfloat16()
+    lengths = options.get("kv_lengths")
+    lengths = None if lengths is None else lengths.to(torch.int32)
+    limits = (lengths, 1, *options.get("window", (-1, -1)), 0.1)
+    for keys, counts in ((200, (3, 5)), (0, (0, 0))):
+        tensors = (q, k[:, :, :keys], v[:, :, :keys])
+        kept = cuda.masked_kept(*tensors, "int8", *limits)
+        assert [tuple(x.shape) for x in kept] == [(*q.shape,), (2, 4, 300), (2, 2, 64)]
+        assert len(gpu.launched()) == counts[0]
+        grads = quantized_backward.masked_kept_backward(torch.randn_like(q), *tensors, *kept, *limits)
         assert [x.shape for x in grads] == [x.shape for x in tensors]
         assert len(gpu.launched()) == counts[1]
 

@@ -26,6 +26,8 @@ TASK = load(find_task("sdpa_backward"))
 GATES = TASK.config.gates("int8")
 GROUPED = {"H": 4, "HK": 2, "S": 70, "KV": 90, "D": 64}
 CAUSAL = {"H": 2, "HK": 2, "S": 90, "KV": 70, "D": 128, "CAUSAL": 1}
+WINDOW = {"H": 2, "HK": 1, "S": 90, "KV": 150, "D": 64, "CAUSAL": 2, "WINDOW": 40}
+LENGTHS = {"H": 4, "HK": 2, "S": 90, "KV": 150, "D": 64, "LENGTHS": 1, "WINDOW": 60}
 
 
 def passes(got: np.ndarray, wanted: References) -> bool:
@@ -34,13 +36,21 @@ def passes(got: np.ndarray, wanted: References) -> bool:
     return relative <= gate.relative_error and worst_bound_ratio(got, wanted.exact, wanted.bound) <= gate.bound_factor
 
 
-@pytest.mark.parametrize("dims", [GROUPED, CAUSAL], ids=str)
+@pytest.mark.parametrize("dims", [GROUPED, CAUSAL, WINDOW, LENGTHS], ids=str)
 def test_the_references_are_gradients(dims: dict[str, int]) -> None:
     """``full`` is what PyTorch differentiates in float64, and the codes are within the issue's 6 % of it."""
     wanted = references(dims, 1, "int8")
-    tensors, _ = module._draw(tuple(family.read_dims(dims, "int8").items()), 1, "normal")
+    d = family.read_dims(dims, "int8")
+    tensors, codes = module._draw(tuple(d.items()), 1, "normal")
     q, k, v, g = (x.double().unsqueeze(0).requires_grad_() for x in tensors)
-    out = scaled_dot_product_attention(q, k, v, is_causal="CAUSAL" in dims, enable_gqa=True)
+    place = torch.arange(d["S"]).unsqueeze(1) + (d["KV"] - d["S"] if d["CAUSAL"] == 2 else 0)
+    keys, side = torch.arange(d["KV"]), d["WINDOW"] or 1000
+    mask = ((keys <= place + (0 if d["CAUSAL"] else side - 1)) & (keys > place - side)).expand(d["H"], -1, -1)
+    if "LENGTHS" in dims:
+        lengths = codes["kv_lengths"].repeat_interleave(d["H"] // d["HK"])
+        assert 0 < lengths.min() < lengths.max() < d["KV"]
+        mask = mask & (keys < lengths.view(-1, 1, 1))
+    out = scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
     grads = torch.autograd.grad(out, (q, k, v), g)
     np.testing.assert_allclose(wanted.full, np.concatenate([x.numpy().ravel() for x in grads]), rtol=1e-9, atol=1e-11)
     assert wanted.sizes == tuple(x.numel() for x in grads)
@@ -82,10 +92,17 @@ def test_wrong_gradients_are_beyond_the_bound(change: Callable[[dict[str, Tensor
     assert not passes(module._join(compute_from_codes(d, codes | change(codes))[0]), wanted)
 
 
-def test_a_mask_that_is_ignored_is_beyond_the_bound() -> None:
-    dims = CAUSAL | {"H": 1, "HK": 1}
+@pytest.mark.parametrize(
+    ("dims", "ignored"),
+    [(CAUSAL, "CAUSAL"), (WINDOW, "WINDOW"), (LENGTHS, "LENGTHS"), (WINDOW, "CAUSAL")],
+    ids=str,
+)
+def test_a_mask_that_is_ignored_is_beyond_the_bound(dims: dict[str, int], ignored: str) -> None:
+    dims = dims | {"H": 1, "HK": 1}
     codes = {name: torch.from_numpy(x) for name, x in make_case(dims, 0, "int8").inputs.items()}
-    unmasked = compute_from_codes(family.read_dims(dims, "int8") | {"CAUSAL": 0}, codes)[0]
+    d = family.read_dims(dims, "int8")
+    assert passes(module._join(compute_from_codes(d, codes)[0]), references(dims, 0, "int8"))
+    unmasked = compute_from_codes(d | {ignored: 0}, codes)[0]
     assert not passes(module._join(unmasked), references(dims, 0, "int8"))
 
 
@@ -95,8 +112,9 @@ def test_a_mask_that_is_ignored_is_beyond_the_bound() -> None:
         ({"D": 96}, "D=96: allowed are 64, 128, 256"),
         ({"HK": 3}, "H=4, HK=3: HK must divide H"),
         ({"S": 0}, "a shape of sdpa_backward needs H, HK, S, KV, D, each at least 1"),
-        ({"B": 3}, "may have CAUSAL=1"),
-        ({"CAUSAL": 2}, "CAUSAL=2: allowed are 0, 1"),
+        ({"B": 3}, "may have CAUSAL, WINDOW, LENGTHS"),
+        ({"CAUSAL": 3}, "CAUSAL=3: allowed are 0, 1, 2"),
+        ({"WINDOW": -1}, "WINDOW=-1: allowed are 0 to"),
     ],
 )
 def test_shapes_without_a_kernel(changes: dict[str, int], message: str) -> None:
@@ -123,7 +141,13 @@ def test_the_rungs_differ_in_the_kernel_of_dq() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "rung"), [("h2_hk1_s70_kv140_d64", "wide_tiles"), ("h2_hk1_s70_kv100_d256_causal", "narrow_tiles")]
+    ("name", "rung"),
+    [
+        ("h2_hk1_s70_kv140_d64", "wide_tiles"),
+        ("h2_hk1_s70_kv100_d256_causal", "narrow_tiles"),
+        ("h2_hk1_s200_kv260_d64_window", "narrow_tiles"),
+        ("h2_hk2_s150_kv200_d128_lengths", "wide_tiles"),
+    ],
 )
 def test_the_launches_on_the_emulator(name: str, rung: str) -> None:
     """As the gates build and run them. The outputs are within the format's gates too."""

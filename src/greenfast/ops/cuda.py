@@ -596,6 +596,39 @@ def masked(
     alignment: int, left: int, right: int, softcap: float, skip_threshold: float, scale: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """``torch.ops.greenfast.masked`` and ``masked_lse`` of CUDA tensors."""
+    options = (precision, alignment, left, right, softcap, skip_threshold, scale)
+    out, results = _masked(lse, query, key, value, kv_lengths, kv_rows, sinks, counts, entries, bits, *options)
+    if not lse:
+        return out, out
+    if len(results) == 1 or not has_key_mean(softcap, sinks):
+        return out, results[0]
+    scores = reference.compute_mean_scores(query, results[1], rotated=True)
+    return out, reference.add_mean_scores(results[0], scores, 2, scale)  # rows may have no key
+
+
+def masked_kept(
+    query: Tensor, key: Tensor, value: Tensor, precision: str, kv_lengths: Tensor | None, alignment: int, left: int,
+    right: int, scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """``torch.ops.greenfast.masked_kept`` of CUDA tensors. The log-sum-exp is as of ``sdpa_kept``.
+
+    The mean of a sequence without keys is uninitialised.
+    """
+    out, (lse, *means) = _masked(
+        True, query, key, value, kv_lengths, None, None, None, None, None, precision, alignment, left, right, 0.0, 0.0,
+        scale,
+    )  # fmt: skip
+    if means:
+        return out, lse, means[0]
+    return out, lse, query.new_zeros((*key.shape[:2], pad_head_dim_size(query.shape[3])), dtype=torch.float32)
+
+
+def _masked(
+    lse: bool, query: Tensor, key: Tensor, value: Tensor, kv_lengths: Tensor | None, kv_rows: Tensor | None,
+    sinks: Tensor | None, counts: Tensor | None, entries: Tensor | None, bits: Tensor | None, precision: str,
+    alignment: int, left: int, right: int, softcap: float, skip_threshold: float, scale: float,
+) -> tuple[Tensor, tuple[Tensor, ...]]:  # fmt: skip
+    """Return the output, and with ``lse`` the log-sum-exp and the mean of the keys, as the kernels write them."""
     shape = query.shape
     extras = (kv_lengths, kv_rows, sinks, counts, entries, bits)
     options = (precision, alignment, left, right, softcap, skip_threshold, scale)
@@ -605,14 +638,14 @@ def masked(
     centered = has_key_mean(softcap, sinks)
     if plan is None:
         if query.numel() == 0 or key.numel() == 0:
-            return fill_without_keys(
-                empty_rows(query, shape[3]), query.new_empty(shape[:3], dtype=torch.float32), sinks
-            )
+            empty = query.new_empty(shape[:3], dtype=torch.float32)
+            out, sums = fill_without_keys(empty_rows(query, shape[3]), empty, sinks)
+            return out, (sums,)
         compatible: list[Any] = [make_tma_compatible(query, unique_rows=True)]
         compatible += [make_tma_compatible(x) for x in (key, value)]
         compatible += [x if x is None else x.contiguous() for x in extras]
         if any(x is not y for x, y in zip((query, key, value, *extras), compatible, strict=True)):
-            return masked(lse, *compatible, *options)  # type: ignore[call-arg]
+            return _masked(lse, *compatible, *options)  # type: ignore[call-arg]
         target = get_target(query.get_device())
         require_hopper(target, MASKED_ON_HOPPER)
         mask = Mask.NONE if right < 0 else Mask.LOWER_RIGHT
@@ -630,17 +663,14 @@ def masked(
     addresses = [x.data_ptr() for x in (query, key, value)]
     if not is_aligned(addresses[0] | addresses[1] | addresses[2]):
         copies = [make_tma_compatible(x) for x in (query, key, value)]
-        return masked(lse, *copies, *extras, *options)  # type: ignore
+        return _masked(lse, *copies, *extras, *options)  # type: ignore
     out = query.new_empty_strided(shape, plan.out_strides)
-    results = [out]
+    results: tuple[Tensor, ...] = ()
     if lse:
         sums = query.new_empty(shape[:3], dtype=torch.float32)
-        results += [sums, query.new_empty((*key.shape[:2], plan.head_dim), dtype=torch.float32)]
-    plan.launch([*addresses, *[x.data_ptr() for x in (*given, *results)]])
-    if lse and centered:
-        scores = reference.compute_mean_scores(query, results[2], rotated=True)
-        sums = reference.add_mean_scores(sums, scores, 2, scale)  # rows may have no key
-    return out, sums if lse else out
+        results = (sums, query.new_empty((*key.shape[:2], plan.head_dim), dtype=torch.float32))
+    plan.launch([*addresses, *[x.data_ptr() for x in (*given, out, *results)]])
+    return out, results
 
 
 def _get_lists(counts: Tensor | None, bits: Tensor | None) -> MaskLists | None:

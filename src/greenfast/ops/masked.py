@@ -6,6 +6,7 @@ schedule``): it lists the work tiles, and for each the key tiles follow from its
 
 from __future__ import annotations
 
+import importlib
 import math
 import weakref
 from dataclasses import dataclass
@@ -28,7 +29,15 @@ from greenfast.ops.backward import flash_backward, masked_backward
 from greenfast.ops.block_mask import BlockMask
 from greenfast.ops.call_cache import CachedLaunch, CallCache, build_allocator, replay
 from greenfast.ops.layout import is_capturing
-from greenfast.ops.quantized import TOKEN, Precision, QuantizedQKV, build_config, check_device, check_tensors
+from greenfast.ops.quantized import (
+    TOKEN,
+    Precision,
+    QuantizedQKV,
+    build_config,
+    check_device,
+    check_tensors,
+    pad_head_dim_size,
+)
 from greenfast.ops.symbols import is_known, require
 from greenfast.ops.varlen import MAX_WINDOW
 
@@ -42,6 +51,7 @@ _ARGUMENTS = (
     "Tensor? entries, Tensor? bits, str precision, int alignment, int window_left, int window_right, float softcap, "
     "float skip_threshold, float scale"
 )
+_KEPT_ARGUMENTS = "Tensor? kv_lengths, int alignment, int window_left, int window_right, float scale"
 _CODES_ARGUMENTS = (
     "Tensor query, Tensor key, Tensor value, Tensor query_scale, Tensor key_scale, Tensor value_scale, "
     "Tensor? kv_lengths, Tensor? sinks, Tensor? counts, Tensor? entries, Tensor? bits, str precision, int head_dim, "
@@ -475,6 +485,47 @@ def _backward_fake(
     return torch_ops.infer_score_gradients(grad, query, key, value, sinks)
 
 
+def _masked_kept_cpu(
+    query: Tensor, key: Tensor, value: Tensor, precision: str, kv_lengths: Tensor | None, alignment: int,
+    window_left: int, window_right: int, scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """``torch.ops.greenfast.masked_kept``: the output, the log-sum-exp of keys minus a vector, and this vector: 0."""
+    lists = (None, None, None, None, None)
+    limits = (alignment, window_left, window_right)
+    out, lse = _masked_cpu(query, key, value, kv_lengths, *lists, precision, *limits, 0.0, 0.0, scale)
+    mean_shape = (*key.shape[:2], pad_head_dim_size(query.shape[3]))
+    return out, lse, query.new_zeros(mean_shape, dtype=torch.float32)
+
+
+def _masked_kept_gpu(
+    query: Tensor, key: Tensor, value: Tensor, precision: str, kv_lengths: Tensor | None, *limits: Any
+) -> Any:
+    check_once(check_masked, (query, key, value, kv_lengths, None, None, None, None, None), ())
+    return torch_ops.load_cuda().masked_kept(query, key, value, precision, kv_lengths, *limits)
+
+
+def _masked_kept_fake(
+    query: Tensor, key: Tensor, value: Tensor, precision: str, kv_lengths: Tensor | None, *limits: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    mean_shape = (*key.shape[:2], pad_head_dim_size(query.shape[3]))
+    out, lse = _masked_fake(query, key, value, kv_lengths, None, None, None, None, None)
+    return out, lse, query.new_empty(mean_shape, dtype=torch.float32)
+
+
+def _masked_kept_backward_cpu(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, key_mean: Tensor,
+    kv_lengths: Tensor | None, alignment: int, window_left: int, window_right: int, scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """``torch.ops.greenfast.masked_kept_backward`` of CPU tensors: the exact gradients, in float32."""
+    lists = (None, None, None, None, None)
+    limits = (alignment, window_left, window_right)
+    return _backward(grad, query, key, value, kv_lengths, *lists, "fp8", *limits, 0.0, 0.0, scale)[:3]
+
+
+def _masked_kept_backward_gpu(*args: Any) -> Any:
+    return importlib.import_module("greenfast.ops.quantized_backward").masked_kept_backward(*args)
+
+
 for _name in torch_ops.define_pair("masked", _ARGUMENTS, _masked_cpu, _masked_gpu, _masked_fake):
     autograd.register(torch_ops.LIBRARY, _name, None, backward="masked_backward", first=3, inputs=(0, 1, 2, 5))
 torch_ops.define_operator(
@@ -485,6 +536,20 @@ autograd.register(
     torch_ops.LIBRARY, "masked_backward", "greenfast.sdpa: its gradients with a mask are not differentiable"
 )
 
+torch_ops.define_operator(
+    "masked_kept", f"(Tensor query, Tensor key, Tensor value, str precision, {_KEPT_ARGUMENTS}) "
+    "-> (Tensor, Tensor, Tensor)", _masked_kept_cpu, _masked_kept_gpu, _masked_kept_fake,
+)  # fmt: skip
+autograd.register(torch_ops.LIBRARY, "masked_kept", None, "masked_kept_backward", keeps=True)
+torch_ops.define_operator(
+    "masked_kept_backward", "(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse, "
+    f"Tensor key_mean, {_KEPT_ARGUMENTS}) -> (Tensor, Tensor, Tensor)", _masked_kept_backward_cpu,
+    _masked_kept_backward_gpu, torch_ops.infer_gradients,
+)  # fmt: skip
+autograd.register(
+    torch_ops.LIBRARY, "masked_kept_backward", "greenfast.sdpa: its gradients with a mask are not differentiable"
+)
+
 for _name in torch_ops.define_pair(
     "masked_codes", _CODES_ARGUMENTS, _masked_codes_cpu, _masked_codes_gpu, _masked_codes_fake
 ):
@@ -492,6 +557,7 @@ for _name in torch_ops.define_pair(
 
 MASKED = torch.ops.greenfast.masked.default
 MASKED_LSE = torch.ops.greenfast.masked_lse.default
+MASKED_KEPT = torch.ops.greenfast.masked_kept.default
 
 
 def replay_options(

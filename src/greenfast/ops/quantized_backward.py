@@ -33,20 +33,26 @@ _OUTPUTS = ("dq", "dk", "dv")
 
 def encode(
     query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, grad: Tensor, scale: float,
-    mean: Tensor | None = None,
+    mean: Tensor | None = None, kv_lengths: Tensor | None = None,
 ) -> dict[str, Tensor]:  # fmt: skip
     """Return the buffers that the backward kernels read (kernels/attention/backward.py).
 
     query, out, grad: (B, H, S, D); key, value: (B, HK, KV, D); HK divides H. lse: natural logarithms, float32
     (B, H, S). scale: of the scores. mean: the vector that is subtracted from the keys, (B, HK, D); by default their
-    mean. Int8 codes are of rows that are rotated by ``build_rotation``. Scales: one for each 64 queries of Q, for each
+    mean. kv_lengths: (B,), the keys of each sequence; those after them do not count, and their codes are zeros. Int8
+    codes are of rows that are rotated by ``build_rotation``. Scales: one for each 64 queries of Q, for each
     head of K and V, for each row of dO. E4M3 codes are not rotated; they have the same scales, over
     ``_get_factor``.
     """
     q, k, v, o, g = (x.flatten(0, 1).float() for x in (query, key, value, out, grad))
     q_len, head_dim = q.shape[1:]
-    means = k.mean(-2, keepdim=True) if mean is None else mean.flatten(0, 1).unsqueeze(1)
-    k = (k - means).to(key.dtype).float()
+    kv_len = key.shape[2]
+    lengths = q.new_tensor([kv_len] * key.shape[0]) if kv_lengths is None else kv_lengths
+    lengths = lengths.repeat_interleave(key.shape[1]).view(-1, 1, 1)
+    padding = torch.arange(kv_len, device=k.device).unsqueeze(1) >= lengths
+    k, v = k.masked_fill(padding, 0.0), v.masked_fill(padding, 0.0)
+    means = k.sum(-2, keepdim=True) / lengths.clamp(min=1) if mean is None else mean.flatten(0, 1).unsqueeze(1)
+    k = (k - means).to(key.dtype).float().masked_fill(padding, 0.0)
     rotation = _get_rotation(head_dim, q.device)
     rotated_q, rotated_k, rotated_v, rotated_g = (x @ rotation for x in (q, k, v, g))
 
@@ -170,27 +176,32 @@ def _get_code_shapes(
 @cache
 def _make_quantize_plan(
     device: int, batch: int, heads: int, kv_heads: int, q_len: int, kv_len: int, head_dim: int, scale: float,
-    strides: tuple[Stride3, ...],
+    strides: tuple[Stride3, ...], lengths: bool,
 ) -> LaunchPlan:  # fmt: skip
-    launches = kernels.encode_launches(head_dim, batch, heads, kv_heads, q_len, kv_len, scale, strides)
-    steps = tuple(LaunchStep(*pair) for pair in zip(kernels.encode_kernels(head_dim), launches, strict=True))
+    launches = kernels.encode_launches(
+        head_dim, batch, heads, kv_heads, q_len, kv_len, scale, strides, lengths=lengths
+    )  # fmt: skip
+    sources = kernels.encode_kernels(head_dim, lengths=lengths)
+    steps = tuple(LaunchStep(*pair) for pair in zip(sources, launches, strict=True))
     names = (
         *kernels.INPUTS,
         "lse",
         "lse_mean",
         "rotation",
+        *(("kv_lengths",) if lengths else ()),
         *_get_code_shapes(batch * heads, batch * kv_heads, q_len, kv_len, head_dim),
     )
     return LaunchPlan(device, steps, names)
 
 
 def quantize(
-    query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, lse_mean: Tensor, grad: Tensor, scale: float
-) -> dict[str, Tensor]:
+    query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, lse_mean: Tensor, grad: Tensor, scale: float,
+    kv_lengths: Tensor | None = None,
+) -> dict[str, Tensor]:  # fmt: skip
     """Return the buffers of ``encode``, on a Hopper GPU, and five that its kernels share.
 
     Tensors of bfloat16 with contiguous columns and rows aligned to 16 bytes; lse is contiguous, of scores with keys
-    minus lse_mean, float32 (B, HK, D), which is rotated.
+    minus lse_mean, float32 (B, HK, D), which is rotated. kv_lengths: int32 (B,) or None, as for ``encode``.
     """
     inputs = (query, key, value, out, grad)
     batch, heads, q_len, head_dim = query.shape
@@ -198,22 +209,25 @@ def quantize(
     shapes = _get_code_shapes(batch * heads, batch * kv_heads, q_len, kv_len, head_dim)
     buffers = {name: torch.empty(shape, dtype=dtype, device=query.device) for name, (shape, dtype) in shapes.items()}
     strides = tuple(x.stride()[:3] for x in inputs)
-    plan = _make_quantize_plan(query.get_device(), batch, heads, kv_heads, q_len, kv_len, head_dim, scale, strides)
-    rotation = _get_rotation(head_dim, query.device)
-    plan.launch([x.data_ptr() for x in (*inputs, lse, lse_mean, rotation, *buffers.values())])
+    plan = _make_quantize_plan(
+        query.get_device(), batch, heads, kv_heads, q_len, kv_len, head_dim, scale, strides, kv_lengths is not None
+    )
+    given = [*inputs, lse, lse_mean, _get_rotation(head_dim, query.device)]
+    given += [] if kv_lengths is None else [kv_lengths]
+    plan.launch([x.data_ptr() for x in (*given, *buffers.values())])
     return buffers
 
 
 def compute_gradients(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, lse_mean: Tensor, causal: bool,
-    scale: float,
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, lse_mean: Tensor,
+    mask: kernels.BackwardMask, scale: float, kv_lengths: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return dQ, dK and dV, bfloat16, of the shapes of Q, K and V, on a Hopper GPU. Arguments are as for ``quantize``.
 
-    causal: query i attends to keys 0 .. i.
+    kv_lengths: of a mask with lengths.
     """
-    codes = quantize(query, key, value, out, lse, lse_mean, grad, scale)
-    dq, dk, dv = launch(codes, query.shape[2], key.shape[2], causal)
+    codes = quantize(query, key, value, out, lse, lse_mean, grad, scale, kv_lengths)
+    dq, dk, dv = launch(codes, query.shape[2], key.shape[2], mask, kv_lengths=kv_lengths)
     return dq.view(query.shape), dk.view(key.shape), dv.view(value.shape)
 
 
@@ -223,41 +237,59 @@ def sdpa_kept_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Compute ``torch.ops.greenfast.sdpa_kept_backward`` of CUDA tensors: gradients with the inputs' strides.
 
-    causal: 0 or 1. Several heads of Q may share one of K and V.
+    causal: as of ``torch.ops.greenfast.sdpa``. Several heads of Q may share one of K and V.
+    """
+    right = 0 if causal else -1
+    return masked_kept_backward(grad, query, key, value, out, lse, lse_mean, None, causal, -1, right, scale)
+
+
+def masked_kept_backward(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, lse_mean: Tensor,
+    kv_lengths: Tensor | None, alignment: int, left: int, right: int, scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Compute ``torch.ops.greenfast.masked_kept_backward`` of CUDA tensors: gradients with the inputs' strides.
+
+    kv_lengths, alignment, left, right: as of ``MaskSpec``.
     """
     by_query, by_key, by_value = (torch.empty_like(x) for x in (query, key, value))
     if not (query.numel() and key.numel()):
         return by_query.zero_(), by_key.zero_(), by_value.zero_()
     g, q, k, v, o = (make_tma_compatible(x, unique_rows=True) for x in (grad, query, key, value, out))
-    dq, dk, dv = compute_gradients(g, q, k, v, o, lse.contiguous(), lse_mean.contiguous(), causal == 1, scale)
+    mask = kernels.make_mask(alignment, left, right, query.shape[2], key.shape[2], lengths=kv_lengths is not None)
+    lengths = None if kv_lengths is None else kv_lengths.contiguous()
+    dq, dk, dv = compute_gradients(g, q, k, v, o, lse.contiguous(), lse_mean.contiguous(), mask, scale, lengths)
     return by_query.copy_(dq), by_key.copy_(dk), by_value.copy_(dv)
 
 
 @cache
 def _make_plan(
-    device: int, heads: int, kv_heads: int, q_len: int, kv_len: int, head_dim: int, causal: bool, parts: str
-) -> LaunchPlan:
-    steps, sizes = [], (heads, kv_heads, q_len, kv_len)
+    device: int, batch: int, heads: int, kv_heads: int, q_len: int, kv_len: int, head_dim: int,
+    mask: kernels.BackwardMask, parts: str,
+) -> LaunchPlan:  # fmt: skip
+    steps, sizes = [], (heads, kv_heads, q_len, kv_len, mask, batch)
     if "keys" in parts:
         for tiles in kernels.KEYS_TILINGS[head_dim]:
-            steps.append(LaunchStep(kernels.keys_kernel(tiles, causal), kernels.keys_launch(tiles, *sizes)))
+            steps.append(LaunchStep(kernels.keys_kernel(tiles, mask), kernels.keys_launch(tiles, *sizes)))
     if "queries" in parts:
         tiles = kernels.QUERIES_TILINGS[head_dim]
-        steps.append(LaunchStep(kernels.queries_kernel(tiles, causal), kernels.queries_launch(tiles, *sizes)))
-    return LaunchPlan(device, tuple(steps), (*_CODES, *_OUTPUTS))
+        steps.append(LaunchStep(kernels.queries_kernel(tiles, mask), kernels.queries_launch(tiles, *sizes)))
+    return LaunchPlan(device, tuple(steps), (*_CODES, *_OUTPUTS, *(("kv_lengths",) if mask.lengths else ())))
 
 
 def launch(
-    codes: dict[str, Tensor], q_len: int, kv_len: int, causal: bool, parts: str = "keys, queries"
-) -> tuple[Tensor, Tensor, Tensor]:
+    codes: dict[str, Tensor], q_len: int, kv_len: int, mask: kernels.BackwardMask, parts: str = "keys, queries",
+    kv_lengths: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return dQ, dK and dV, bfloat16 (heads, length, D), from the buffers of ``encode``, on a Hopper GPU.
 
-    dK and dV are sums over the heads of Q that share a head of K and V. causal: query i attends to keys 0 .. i. parts:
-    the kernels to launch; the gradients of the others are uninitialised.
+    dK and dV are sums over the heads of Q that share a head of K and V. kv_lengths: of a mask with lengths, int32
+    (batch,). parts: the kernels to launch; the gradients of the others are uninitialised.
     """
     heads, kv_heads, device, head_dim = len(codes["q"]), len(codes["k"]), codes["q"].get_device(), codes["q"].shape[2]
     shapes = ((heads, q_len), (kv_heads, kv_len), (kv_heads, kv_len))
     grads = [codes["q"].new_empty((*shape, head_dim), dtype=torch.bfloat16) for shape in shapes]
-    addresses = [x.data_ptr() for x in (*(codes[name] for name in _CODES), *grads)]
-    _make_plan(device, heads, kv_heads, q_len, kv_len, head_dim, causal, parts).launch(addresses)
+    given = [] if kv_lengths is None else [kv_lengths]
+    addresses = [x.data_ptr() for x in (*(codes[name] for name in _CODES), *grads, *given)]
+    batch = 1 if kv_lengths is None else len(kv_lengths)
+    _make_plan(device, batch, heads, kv_heads, q_len, kv_len, head_dim, mask, parts).launch(addresses)
     return grads[0], grads[1], grads[2]

@@ -43,6 +43,7 @@ from greenfast.ops.canonicalize import (
 )
 from greenfast.ops.context_stack import ACTIVE
 from greenfast.ops.masked import (
+    MASKED_KEPT,
     NO_OPTIONS,
     TOKEN_MASKS,
     MaskSpec,
@@ -177,10 +178,10 @@ def sdpa(
     With softcap the backward pass is in float32, which is slower on a GPU.
     backward: "16bit" as above. "16bit_kept" keeps the output and the log-sum-exp of the forward pass instead of
     recomputing them. "8bit" also computes the five products of the backward pass in int8 and E4M3. Both are for
-    training on a Hopper GPU, (B, H, S, D), without masks except causal ones, "8bit" for bfloat16, D 64, 128 or 256 and
-    causal masks at the first key; docs/training.md has speed and errors. On a CPU their gradients are exact. "auto" is
-    the fastest for such calls with 4,096 queries and keys or more: "16bit_kept" at D 64, "8bit" at D 128 and 256. For
-    others it is "16bit".
+    training on a Hopper GPU, (B, H, S, D), with causal masks, "8bit" for bfloat16 and D 64, 128 or 256, with ``window``
+    and ``kv_lengths`` too; docs/training.md has speed and errors. On a CPU their gradients are exact. "auto" is the
+    fastest for such calls with 4,096 queries and keys or more: "16bit_kept" at D 64, "8bit" at D 128 and 256. For
+    others, and with ``window`` and ``kv_lengths``, it is "16bit".
 
     Raises TypeError for wrong dtypes, flags and numbers, ValueError for shapes, devices and choices that do not fit,
     and NotImplementedError for masks that are added to scores, ``dropout_p``, other nested and sparse tensors, and head
@@ -211,9 +212,10 @@ def sdpa(
         check_choice("backward", backward, BACKWARDS)
         check_choice("precision", precision, SDPA_PRECISIONS)
         check_flag("return_lse", return_lse)
-        simple = options is NO_OPTIONS and attn_mask is None and parse_dropout(dropout_p) == 0.0 and not return_lse
+        simple = attn_mask is None and parse_dropout(dropout_p) == 0.0 and not return_lse
         kept = _sdpa_kept(
-            query, key, value, simple, parse_causal(is_causal, causal_alignment), scale, enable_gqa, precision, backward
+            query, key, value, simple, options, parse_causal(is_causal, causal_alignment), scale, enable_gqa, precision,
+            backward,
         )  # fmt: skip
         if kept is not None:
             return kept
@@ -289,24 +291,30 @@ def _cast_for_autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tenso
 
 
 def _sdpa_kept(
-    query: Tensor, key: Tensor, value: Tensor, simple: bool, causal: int, scale: float | None, enable_gqa: bool,
-    precision: AutoPrecision, backward: Backward,
+    query: Tensor, key: Tensor, value: Tensor, simple: bool, options: ScoreOptions, causal: int, scale: float | None,
+    enable_gqa: bool, precision: AutoPrecision, backward: Backward,
 ) -> Tensor | None:  # fmt: skip
     """Compute ``sdpa`` and keep what its backward pass needs. None if no gradient is required or "auto" keeps nothing.
 
-    simple: without masks, other options and a log-sum-exp. Raises NotImplementedError for other calls.
+    simple: without attn_mask, dropout and a log-sum-exp. Raises NotImplementedError for other calls.
     """
     check_flag("enable_gqa", enable_gqa)
     query, key, value = _cast_for_autocast(query, key, value)
-    chosen, obstacle = choose_backward(backward, query, key, value, simple, causal, enable_gqa, precision)
+    chosen, obstacle = choose_backward(backward, query, key, value, simple, options, enable_gqa, precision)
     if obstacle and backward == "auto":
         return None
     if obstacle:
         raise NotImplementedError(f'backward="{backward}": {obstacle}{_format_shapes(query, key, value)}')
     if not (torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))):
         return None
-    bits = 8 if chosen == "8bit" else 16
-    out, *_ = torch_ops.SDPA_KEPT(query, key, value, precision, causal, parse_scale(scale, query.shape[3]), bits)
+    factor = parse_scale(scale, query.shape[3])
+    spec = make_spec(None, causal, options, query.shape[2], key.shape[2], query.shape[0])
+    if spec is None:
+        bits = 8 if chosen == "8bit" else 16
+        out, *_ = torch_ops.SDPA_KEPT(query, key, value, precision, causal, factor, bits)
+    else:
+        limits = (spec.alignment, spec.left, spec.right)
+        out, *_ = MASKED_KEPT(query, key, value, precision, spec.kv_lengths, *limits, factor)
     return out  # type: ignore[no-any-return]
 
 

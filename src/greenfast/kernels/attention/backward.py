@@ -56,6 +56,34 @@ class BackwardTiling:
         return 128 * (self.consumers + 1)
 
 
+@dataclass(frozen=True)
+class BackwardMask:
+    """The keys that queries attend to: all by default.
+
+    causal: query i attends to keys 0 .. i. shifts: query i attends to keys i + shifts[0] .. i + shifts[1]; not with
+    causal. lengths: only to the first keys of each sequence, whose numbers are on the device; with shifts.
+    """
+
+    causal: bool = False
+    shifts: tuple[int, int] | None = None
+    lengths: bool = False
+
+
+#: Shifts of a mask without limits: sums with rows stay in 32 bits.
+NO_LIMITS = (-(2**30), 2**30)
+FULL, CAUSAL = BackwardMask(), BackwardMask(causal=True)
+
+
+def make_mask(alignment: int, left: int, right: int, q_len: int, kv_len: int, *, lengths: bool) -> BackwardMask:
+    """Return the mask of a call. alignment, left, right: as of ``MaskSpec`` in ops/masked.py."""
+    shift = kv_len - q_len if alignment == 2 else 0
+    if left < 0 and not lengths and (right < 0 or (right, shift) == (0, 0)):
+        return FULL if right < 0 else CAUSAL
+    first, last = NO_LIMITS
+    shifts = (first if left < 0 else max(first, shift - left), last if right < 0 else min(last, shift + right))
+    return BackwardMask(shifts=shifts, lengths=lengths)
+
+
 #: Tiles of the dK/dV kernel and of the dQ kernel, by head dim. At 64 there are registers for three warpgroups of dQ
 #: with tiles of 64 keys: 7 to 11 % slower (H200). For three of dK and dV a thread would have 160 registers. Then ptxas
 #: serializes the products, and more exceed the multiprocessor's. At 256 a thread has registers for the sums of dK or
@@ -105,6 +133,8 @@ struct Cfg {{
   static constexpr int kProducerRegisters = {tiles.registers[1]};
   static constexpr int kSmemBytes = {smem};
   static constexpr bool kCausal = {causal};
+  static constexpr bool kRange = {range};
+  static constexpr bool kLengths = {lengths};
   static constexpr bool kWantsKeys = {wants_keys};
   static constexpr bool kWantsValues = {wants_values};
 }};
@@ -113,20 +143,26 @@ using greenfast::ptx::TensorMap;
 
 extern "C" __global__ void __launch_bounds__({tiles.threads}, 1)
 {entry}({maps}, const greenfast::QueryTable* tables, const float* factors,
-        {outputs}, int group, int q_len, int kv_len) {{
-  greenfast::{body}<Cfg>({{tables, factors, {fields}, group, q_len, kv_len}}, {names});
+        {outputs}, int group, int q_len, int kv_len{limits}) {{
+  greenfast::{body}<Cfg>({{tables, factors, {fields}, group, q_len, kv_len{limit_names}}}, {names});
 }}
 """
 
 
 def _render(
-    entry: str, body: str, tiles: BackwardTiling, smem: int, causal: bool, maps: str, outputs: str
+    entry: str, body: str, tiles: BackwardTiling, smem: int, mask: BackwardMask, maps: str, outputs: str
 ) -> KernelSource:
     names = maps.split()
+    limits = ["int first_shift", "int last_shift"] if mask.shifts else []
+    limits += ["int kv_heads", "const int* kv_lengths"] if mask.lengths else []
     source = _SOURCE.format(
         tiles=tiles,
         smem=smem,
-        causal=str(causal).lower(),
+        causal=str(mask.causal).lower(),
+        range=str(mask.shifts is not None).lower(),
+        lengths=str(mask.lengths).lower(),
+        limits="".join(f", {parameter}" for parameter in limits),
+        limit_names="".join(f", {parameter.split()[-1]}" for parameter in limits),
         wants_keys=str("dk" in tiles.outputs).lower(),
         wants_values=str("dv" in tiles.outputs).lower(),
         entry=entry,
@@ -139,16 +175,16 @@ def _render(
     return make_source(entry, source, tiles.threads, dynamic_smem_bytes=smem, requires=TARGET.name)
 
 
-def keys_kernel(tiles: BackwardTiling, causal: bool) -> KernelSource:
+def keys_kernel(tiles: BackwardTiling, mask: BackwardMask) -> KernelSource:
     """Render the kernel of dK and dV, or of one of them."""
     smem = keys_smem_bytes(tiles)
-    return _render(KEYS_ENTRY, "backward_keys", tiles, smem, causal, "k v q grad q_t grad_t", tiles.outputs)
+    return _render(KEYS_ENTRY, "backward_keys", tiles, smem, mask, "k v q grad q_t grad_t", tiles.outputs)
 
 
-def queries_kernel(tiles: BackwardTiling, causal: bool) -> KernelSource:
+def queries_kernel(tiles: BackwardTiling, mask: BackwardMask) -> KernelSource:
     """Render the kernel of dQ."""
     smem = queries_smem_bytes(tiles)
-    return _render(QUERIES_ENTRY, "backward_queries", tiles, smem, causal, "q grad k v k_t", "dq")
+    return _render(QUERIES_ENTRY, "backward_queries", tiles, smem, mask, "q grad k v k_t", "dq")
 
 
 def _rows_map(name: str, heads: int, length: int, box_rows: int, dim: int) -> TensorMap:
@@ -161,8 +197,19 @@ def _columns_map(name: str, heads: int, length: int, box: int, dim: int) -> Tens
     return TensorMap(name, "uint8", (heads, dim, padded), (dim * padded, padded, 1), (1, dim, box), box)
 
 
-def keys_launch(tiles: BackwardTiling, heads: int, kv_heads: int, q_len: int, kv_len: int) -> Launch:
-    """Return the launch of the kernel of dK and dV. heads, kv_heads: over the batch; kv_heads divides heads."""
+def _list_limits(mask: BackwardMask, kv_heads: int, batch: int) -> tuple[Argument, ...]:
+    """Return the arguments of a mask. kv_heads: over the batch."""
+    shifts = tuple(np.int32(n) for n in mask.shifts or ())
+    return (*shifts, np.int32(kv_heads // batch), "kv_lengths") if mask.lengths else shifts
+
+
+def keys_launch(
+    tiles: BackwardTiling, heads: int, kv_heads: int, q_len: int, kv_len: int, mask: BackwardMask = FULL, batch: int = 1
+) -> Launch:
+    """Return the launch of the kernel of dK and dV. heads, kv_heads: over the batch; kv_heads divides heads.
+
+    With a mask of lengths there is a further input, ``kv_lengths``, int32 (batch,).
+    """
     return Launch(
         grid=(-(-kv_len // tiles.rows) * kv_heads, 1, 1),
         args=(
@@ -171,12 +218,15 @@ def keys_launch(tiles: BackwardTiling, heads: int, kv_heads: int, q_len: int, kv
             *(_columns_map(name, heads, q_len, ROWS, tiles.head_dim) for name in ("q_t", "grad_t")),
             *("tables", "factors", *tiles.outputs.split()),
             *(np.int32(n) for n in (heads // kv_heads, q_len, kv_len)),
+            *_list_limits(mask, kv_heads, batch),
         ),
     )
 
 
-def queries_launch(tiles: BackwardTiling, heads: int, kv_heads: int, q_len: int, kv_len: int) -> Launch:
-    """Return the launch of the kernel of dQ. heads, kv_heads: over the batch; kv_heads divides heads."""
+def queries_launch(
+    tiles: BackwardTiling, heads: int, kv_heads: int, q_len: int, kv_len: int, mask: BackwardMask = FULL, batch: int = 1
+) -> Launch:
+    """Return the launch of the kernel of dQ. Arguments and inputs are as for ``keys_launch``."""
     return Launch(
         grid=(-(-q_len // tiles.rows) * heads, 1, 1),
         args=(
@@ -185,6 +235,7 @@ def queries_launch(tiles: BackwardTiling, heads: int, kv_heads: int, q_len: int,
             _columns_map("k_t", kv_heads, kv_len, tiles.block_n, tiles.head_dim),
             *("tables", "factors", "dq"),
             *(np.int32(n) for n in (heads // kv_heads, q_len, kv_len)),
+            *_list_limits(mask, kv_heads, batch),
         ),
     )
 
@@ -196,6 +247,7 @@ struct Cfg {{
   static constexpr int kHeadDim = {head_dim};
   static constexpr int kTileRows = {rows};
   static constexpr int kThreads = {threads};
+  static constexpr bool kLengths = {lengths};
   using In = __nv_bfloat16;
 }};
 
@@ -204,9 +256,10 @@ extern "C" __global__ void __launch_bounds__({threads}, {blocks})
         int batch, int heads, int kv_heads, int q_len, int kv_len, float softmax_scale,
         unsigned char* q_codes, unsigned char* k_codes, unsigned char* v_codes, unsigned char* grad_codes,
         unsigned char* q_t, unsigned char* k_t, unsigned char* grad_t, greenfast::QueryTable* tables, float* factors,
-        float* k_sums, float* k_mean, float* mean_shift, float* k_amax, float* v_amax) {{
+        float* k_sums, float* k_mean, float* mean_shift, float* k_amax, float* v_amax{kv_lengths}) {{
   greenfast::{body}<Cfg>(
-      {{{fields}, lse, lse_mean, rotation, batch, heads, kv_heads, q_len, kv_len, softmax_scale}},
+      {{{fields}, lse, lse_mean, rotation, batch, heads, kv_heads, q_len, kv_len, softmax_scale,
+        {lengths_field}}},
       {{q_codes, k_codes, v_codes, grad_codes, q_t, k_t, grad_t, tables, factors, k_sums, k_mean, mean_shift,
        k_amax, v_amax}});
 }}
@@ -215,8 +268,11 @@ extern "C" __global__ void __launch_bounds__({threads}, {blocks})
 INPUTS = ("query", "key", "value", "out", "grad_out")
 
 
-def encode_kernels(head_dim: int) -> tuple[KernelSource, ...]:
-    """Render the kernels that add K and measure V, that measure K, and that write codes and tables."""
+def encode_kernels(head_dim: int, *, lengths: bool = False) -> tuple[KernelSource, ...]:
+    """Render the kernels that add K and measure V, that measure K, and that write codes and tables.
+
+    lengths: whether sequences have lengths of keys.
+    """
     inputs = ", ".join(
         f"const void* {name}, long long {name}_batch, long long {name}_head, long long {name}_row" for name in INPUTS
     )
@@ -228,6 +284,9 @@ def encode_kernels(head_dim: int) -> tuple[KernelSource, ...]:
             rows=_encode_rows(head_dim),
             threads=_ENCODE_THREADS,
             blocks=blocks,
+            lengths=str(lengths).lower(),
+            kv_lengths=", const int* kv_lengths" if lengths else "",
+            lengths_field="kv_lengths" if lengths else "nullptr",
             entry=entry,
             inputs=inputs,
             body=body,
@@ -264,8 +323,12 @@ def encode_launches(
     kv_len: int,
     scale: float,
     strides: tuple[Stride3, ...],
+    *,
+    lengths: bool = False,
 ) -> tuple[Launch, ...]:
     """Return the launches of ``encode_kernels``. strides: of INPUTS, in elements; columns are contiguous.
+
+    lengths: there is a further input, ``kv_lengths``, int32 (batch,). Codes of keys after them are zeros.
 
     Further inputs, float32: ``lse`` (heads, q_len), of scores with keys minus ``lse_mean``, (kv_heads, head_dim), which
     is multiplied by ``rotation``, (head_dim, head_dim). Further buffers, float32: ``k_sums`` (kv_heads, chunks,
@@ -296,6 +359,7 @@ def encode_launches(
             "k_amax",
             "v_amax",
         ),
+        *(("kv_lengths",) if lengths else ()),
     )
     of_keys, key_blocks = batch * kv_heads, count_blocks(kv_len, head_dim)
     blocks = max(key_blocks, count_blocks(q_len, head_dim))

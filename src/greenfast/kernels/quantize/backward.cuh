@@ -18,7 +18,15 @@ struct BackwardInputs {
   const float *lse_mean, *rotation;
   int batch, heads, kv_heads, q_len, kv_len;
   float softmax_scale;
+  const int* kv_lengths;  // with kLengths: (batch)
 };
+
+// The keys of a sequence. Those after them do not count: their codes are zeros, whatever they hold.
+template <class Cfg>
+__device__ __forceinline__ int count_keys(const BackwardInputs& p, int sequence) {
+  if constexpr (Cfg::kLengths) return max(0, min(p.kv_lengths[sequence], p.kv_len));
+  return p.kv_len;
+}
 
 struct BackwardCodes {
   unsigned char *q, *k, *v, *grad;    // int8 (batch x heads or kv_heads, length, kHeadDim)
@@ -30,7 +38,8 @@ struct BackwardCodes {
   float *k_amax, *v_amax;             // (batch x kv_heads, tiles of keys): largest numbers / Rows::kFactor
 };
 
-// The configuration of the quantizer's parts. Cfg: kHeadDim; kTileRows, 64 or 128, of a block; In; kThreads.
+// The configuration of the quantizer's parts. Cfg: kHeadDim; kTileRows, 64 or 128, of a block; In; kThreads; kLengths,
+// whether sequences have lengths of keys.
 template <class Cfg>
 struct BackwardRows : Cfg {
   static constexpr int kColumns = Cfg::kHeadDim;
@@ -150,9 +159,9 @@ struct BackwardTile {
         x);
   }
 
-  // Writes int8 codes of the rotated rows. true_scales: of the thread's two rows, at least their largest magnitude / 127,
+  // Writes int8 codes of the rotated rows below stop_row. true_scales: of the thread's two rows, at least their largest magnitude / 127,
   // so that no code needs a limit. Sums with kMagic have the rounded number in their lowest bits.
-  __device__ __forceinline__ void write_int8(const Head& head, const typename Rows::Values& x,
+  __device__ __forceinline__ void write_int8(int stop_row, const typename Rows::Values& x,
                                              const float (&true_scales)[2], unsigned char* codes) const {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -171,19 +180,20 @@ struct BackwardTile {
           out[h] = __byte_perm(__byte_perm(bits[0], bits[1], 0x0040), __byte_perm(bits[2], bits[3], 0x0040), 0x5410);
           out[h] &= finite_mask;
         }
-        if (row[r] < head.length) {
+        if (row[r] < stop_row) {
           *reinterpret_cast<uint2*>(to + rows.column_of(i / 2, i % 2 * 2)) = make_uint2(out[0], out[1]);
         }
       }
     }
   }
 
-  // Writes the E4M3 codes of the tile's columns, (kHeadDim, padded) of the head. factor(step, i): of row i of the tile,
+  // Writes the E4M3 codes of the tile's columns, (kHeadDim, stop_row rounded up to 16) of the head. factor(step, i): of row i of the tile,
   // which is kRows * step + (a thread's first row). sum(step, values): a thread's part of a sum over the row, for eight
   // columns; the sums are written to row_sums.
   template <bool kCentered, class Factor, class Sum = NoRowSum>
-  __device__ __forceinline__ void write_transposed(const Head& head, unsigned char* codes, Factor factor, Sum sum = {},
-                                                   float* row_sums = nullptr, const float* head_mean = nullptr) const {
+  __device__ __forceinline__ void write_transposed(const Head& head, int stop_row, unsigned char* codes, Factor factor,
+                                                   Sum sum = {}, float* row_sums = nullptr,
+                                                   const float* head_mean = nullptr) const {
     const int column = threadIdx.x % Columns::kRowThreads * kVector, first_row = threadIdx.x / Columns::kRowThreads;
     const In* address = head.address(first + first_row, column);
     float mean[kVector], sums[Columns::kSteps];
@@ -211,7 +221,7 @@ struct BackwardTile {
       if (threadIdx.x % kRowLanes == 0) row_sums[step * Columns::kRows + first_row] = sums[0];
     }
     __syncthreads();
-    const int padded = (head.length + 15) / 16 * 16;
+    const int padded = (stop_row + 15) / 16 * 16;
     constexpr unsigned kChunks = Cfg::kTileRows / 16;
 #pragma unroll
     for (unsigned i = threadIdx.x; i < kChunks * Cfg::kHeadDim / 4; i += Cfg::kThreads) {
@@ -286,7 +296,8 @@ __device__ __forceinline__ void sum_keys(const BackwardInputs& p, const Backward
     const int tiles = (p.kv_len + Cfg::kTileRows - 1) / Cfg::kTileRows, item = blockIdx.x - key_blocks;
     const int head_index = item / tiles, tile = item % tiles;
     const Tile rows(shared, tile);
-    const typename Tile::Head head(p.v, head_index / p.kv_heads, head_index % p.kv_heads, p.kv_len);
+    const int b = head_index / p.kv_heads;
+    const typename Tile::Head head(p.v, b, head_index % p.kv_heads, count_keys<Cfg>(p, b));
     typename Tile::Rows::Values x;
     rows.template rotate<false>(head, x);
     const float amax = block_max_nan<Cfg::kThreads>(shared.warp_max[0], Tile::Rows::largest(x));
@@ -294,9 +305,10 @@ __device__ __forceinline__ void sum_keys(const BackwardInputs& p, const Backward
     return;
   }
   const int head_index = blockIdx.x / sums.chunks, chunk = blockIdx.x % sums.chunks;
-  const typename Tile::Head head(p.k, head_index / p.kv_heads, head_index % p.kv_heads, p.kv_len);
+  const int b = head_index / p.kv_heads;
+  const typename Tile::Head head(p.k, b, head_index % p.kv_heads, count_keys<Cfg>(p, b));
   const int column = threadIdx.x % Columns::kRowThreads * kVector, first_row = threadIdx.x / Columns::kRowThreads;
-  const int first = chunk * sums.rows + first_row, stop = min(p.kv_len, (chunk + 1) * sums.rows);
+  const int first = chunk * sums.rows + first_row, stop = min(head.length, (chunk + 1) * sums.rows);
   const typename Cfg::In* address = head.address(first, column);
   float sum[kVector] = {};
 #pragma unroll 8
@@ -326,20 +338,22 @@ __device__ __forceinline__ void measure_keys(const BackwardInputs& p, const Back
   using Tile = BackwardTile<Cfg>;
   const int head_index = blockIdx.x, tiles = gridDim.y;
   const Tile rows(shared, blockIdx.y);
-  const typename Tile::Head head(p.k, head_index / p.kv_heads, head_index % p.kv_heads, p.kv_len);
+  const int b = head_index / p.kv_heads;
+  const typename Tile::Head head(p.k, b, head_index % p.kv_heads, count_keys<Cfg>(p, b));
   if (threadIdx.x < Cfg::kHeadDim) {
     const int chunks = KeySums(p.kv_len).chunks;
     const float* sums = codes.k_sums + head_index * chunks * Cfg::kHeadDim + threadIdx.x;
     float total = 0.0f;
 #pragma unroll 8
     for (int i = 0; i < chunks; ++i) total += sums[i * Cfg::kHeadDim];
-    mean[threadIdx.x] = __fdividef(total, static_cast<float>(p.kv_len));
+    mean[threadIdx.x] = __fdividef(total, static_cast<float>(Cfg::kLengths ? max(1, head.length) : p.kv_len));
     if (blockIdx.y == 0) {
       const int column = head_index * Cfg::kHeadDim + threadIdx.x;
       const float* rotated = p.lse_mean + head_index * Cfg::kHeadDim;
       float of_lse = 0.0f;
+      // Without a key there is no lse_mean.
 #pragma unroll 4
-      for (int i = 0; i < Cfg::kHeadDim; ++i) {
+      for (int i = 0; i < (Cfg::kLengths && head.length == 0 ? 0 : Cfg::kHeadDim); ++i) {
         of_lse = fmaf(rotated[i], p.rotation[threadIdx.x * Cfg::kHeadDim + i], of_lse);
       }
       codes.k_mean[column] = mean[threadIdx.x];
@@ -376,7 +390,7 @@ __device__ __forceinline__ void encode_backward(const BackwardInputs& p, const B
   typename Rows::Values x;
 
   if (kind == 0) {
-    const typename Tile::Head head(p.k, b, h, p.kv_len);
+    const typename Tile::Head head(p.k, b, h, count_keys<Cfg>(p, b));
     rows.template rotate<true>(head, x, mean);
     const float k_scale = Tile::head_scale(k_amax, kv_tiles), v_scale = Tile::head_scale(v_amax, kv_tiles);
     if (threadIdx.x == 0 && tile == 0) {
@@ -385,19 +399,19 @@ __device__ __forceinline__ void encode_backward(const BackwardInputs& p, const B
       codes.factors[3 * head_index + 1] = of_keys;
       codes.factors[3 * head_index + 2] = 1.0f / Tile::kFactor;
     }
-    rows.write_int8(head, x, {k_scale, k_scale}, codes.k + kv_first);
+    rows.write_int8(p.kv_len, x, {k_scale, k_scale}, codes.k + kv_first);
     const long long padded = (p.kv_len + 15) / 16 * 16;
     const float factor = __fdividef(Tile::kFactor, k_scale);
     rows.template write_transposed<true>(
-        head, codes.k_t + head_index * Cfg::kHeadDim * padded, [&](int, int) { return factor; }, NoRowSum(), nullptr,
-        mean);
+        head, p.kv_len, codes.k_t + head_index * Cfg::kHeadDim * padded, [&](int, int) { return factor; }, NoRowSum(),
+        nullptr, mean);
     return;
   }
   if (kind == 1) {
-    const typename Tile::Head head(p.v, b, h, p.kv_len);
+    const typename Tile::Head head(p.v, b, h, count_keys<Cfg>(p, b));
     rows.template rotate<false>(head, x);
     const float v_scale = Tile::head_scale(v_amax, kv_tiles);
-    rows.write_int8(head, x, {v_scale, v_scale}, codes.v + kv_first);
+    rows.write_int8(p.kv_len, x, {v_scale, v_scale}, codes.v + kv_first);
     return;
   }
 
@@ -428,13 +442,13 @@ __device__ __forceinline__ void encode_backward(const BackwardInputs& p, const B
   }
   const float q_scale = table_of_warp == 0 ? q_scales[0] : q_scales[kTables - 1];
   const float int8_scale = ptx::max_nan(q_scale, kLeastFactor / of_scores), score_factor = int8_scale * of_scores;
-  rows.write_int8(q, x, {int8_scale, int8_scale}, codes.q + q_first);
+  rows.write_int8(p.q_len, x, {int8_scale, int8_scale}, codes.q + q_first);
   const long long padded = (p.q_len + 15) / 16 * 16, columns_first = head_index * Cfg::kHeadDim * padded;
   const int column = threadIdx.x % Tile::Columns::kRowThreads * kVector;
   float mean_of_columns[kVector];
   Tile::read_mean(codes.mean_shift + kv_index * Cfg::kHeadDim + column, mean_of_columns);
   rows.template write_transposed<false>(
-      q, codes.q_t + columns_first,
+      q, p.q_len, codes.q_t + columns_first,
       [&](int step, int) { return q_factors[step * Tile::Columns::kRows / kBackwardRows]; },
       [&](int, const EightColumns& eight) {
         float sum = 0.0f;
@@ -471,14 +485,14 @@ __device__ __forceinline__ void encode_backward(const BackwardInputs& p, const B
     if (threadIdx.x % 4 == 0) shared.row_factor[i] = __fdividef(Tile::kFactor, scales[r]);
   }
   __syncthreads();  // also: all threads have read the tile's codes of Q
-  rows.write_int8(grad, x, scales, codes.grad + q_first);
+  rows.write_int8(p.q_len, x, scales, codes.grad + q_first);
   // An integer greater than log2 of all scales of the table's rows; 0 without a gradient.
   const float largest = max_of_table(shared.warp_max[1], table_of_warp) * (Rows::kFactor / Rows::kCodeMax);
   const float grad_exponent =
       largest > 0.0f ? static_cast<float>(static_cast<int>(__float_as_uint(largest) >> 23) - 126) : 0.0f;
   const typename Cfg::In* other = out.address(rows.first + threadIdx.x / Tile::Columns::kRowThreads, column);
   rows.template write_transposed<false>(
-      grad, codes.grad_t + columns_first, [&](int, int i) { return shared.row_factor[i]; },
+      grad, p.q_len, codes.grad_t + columns_first, [&](int, int i) { return shared.row_factor[i]; },
       [&](int step, const EightColumns& eight) {
         const int i = step * Tile::Columns::kRows + threadIdx.x / Tile::Columns::kRowThreads;
         const EightColumns of_out = Tile::load(other, rows.first + i < p.q_len);

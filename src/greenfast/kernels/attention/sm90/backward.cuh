@@ -21,6 +21,8 @@
 //   int kConsumerRegisters, kProducerRegisters  per thread, after setmaxnreg
 //   int kSmemBytes  sizeof(Storage), to check the plan in Python
 //   bool kCausal    query i attends to keys 0 .. i, else to all
+//   bool kRange     query i attends to keys i + first_shift .. i + last_shift; not with kCausal
+//   bool kLengths   only to the first keys of each sequence; with kRange
 #pragma once
 
 #include "attention/epilogue.cuh"
@@ -58,10 +60,57 @@ struct BackwardParams {
   const float* factors;  // (heads / group, 3): of the accumulators of dQ, dK and dV, without the scales in the tables
   __nv_bfloat16 *dq, *dk, *dv;
   int group, q_len, kv_len;  // group: heads of Q that share a head of K and V
+  // With kRange.
+  int first_shift, last_shift;
+  // With kLengths: heads of K of a sequence, and the lengths of sequences, (batch).
+  int kv_heads;
+  const int* kv_lengths;
 };
 
 constexpr int kMagicBits = 0x4b400000;
 constexpr float kMagic = 12582912.0f;  // 1.5 * 2^23
+
+// The mask: the keys of a query, and the queries of a key.
+template <class Cfg>
+struct BackwardMask {
+  static_assert(!(Cfg::kCausal && Cfg::kRange) && (Cfg::kRange || !Cfg::kLengths), "one kind of mask");
+  const int q_len, kv_len;  // of the sequence
+  const int first_shift, last_shift;
+
+  __device__ __forceinline__ BackwardMask(const BackwardParams& p, int kv_head)
+      : q_len(p.q_len), kv_len(read_length(p, kv_head)), first_shift(p.first_shift), last_shift(p.last_shift) {}
+
+  __device__ __forceinline__ static int read_length(const BackwardParams& p, int kv_head) {
+    if constexpr (Cfg::kLengths) return max(0, min(p.kv_lengths[kv_head / p.kv_heads], p.kv_len));
+    return p.kv_len;
+  }
+
+  // The keys first_key(query) .. stop_key(query) - 1; neither falls with the query.
+  __device__ __forceinline__ int first_key(int query) const { return Cfg::kRange ? max(0, query + first_shift) : 0; }
+  __device__ __forceinline__ int stop_key(int query) const {
+    if constexpr (Cfg::kRange) return min(kv_len, query + last_shift + 1);
+    return Cfg::kCausal ? min(kv_len, query + 1) : kv_len;
+  }
+
+  // The queries first_query(key) .. stop_query(key) - 1 of a key below kv_len.
+  __device__ __forceinline__ int first_query(int key) const {
+    if constexpr (Cfg::kRange) return max(0, key - last_shift);
+    return Cfg::kCausal ? key : 0;
+  }
+  __device__ __forceinline__ int stop_query(int key) const {
+    return Cfg::kRange ? min(q_len, key - first_shift + 1) : q_len;
+  }
+};
+
+// With kRange: sets the values of a thread's two rows outside of their columns first .. stop - 1 to -inf.
+template <int kCount>
+__device__ __forceinline__ void mask_columns(float (&x)[kCount], const int (&first)[2], const int (&stop)[2]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    const int column = i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2, r = i / 2 % 2;
+    if (column < first[r] || column >= stop[r]) x[i] = -CUDART_INF_F;
+  }
+}
 
 // The power-of-two scale of a thread's two rows of P or dS, for E4M3 codes. It shrinks so that the largest magnitude is
 // below 2 when one reaches 32. So later tiles rarely exceed the limit again: rows of 16,384 standard normal scores have
@@ -196,6 +245,18 @@ __device__ __forceinline__ void store_gradient(const float (&acc)[kHeadDim / 2],
   }
 }
 
+// Sets the results of a thread's rows from first_row on to 0, whatever they are.
+template <int kCount>
+__device__ __forceinline__ void clear_rows(float (&acc)[kCount], float (&factor)[2], int first_row) {
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    if (static_cast<int>(threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4 + 8 * r) < first_row) continue;
+    factor[r] = 0.0f;
+#pragma unroll
+    for (int i = 2 * r; i < kCount; i += 4) acc[i] = acc[i + 1] = 0.0f;
+  }
+}
+
 // Arrives for a warp. Its other lanes have passed the same wgmma wait.
 __device__ __forceinline__ void arrive_for_warp(ptx::Mbarrier& barrier) {
   if (threadIdx.x % 32 == 0) barrier.arrive();
@@ -234,8 +295,8 @@ struct KeyGradients {
   float slope[2];          // scales of dS's rows / those of P's
 
   // Adds the tiles first_tile .. stop_tile - 1 of `group` heads of Q.
-  __device__ __forceinline__ void run(Storage& shared, int warpgroup, int first_key, int first_tile, int stop_tile,
-                                      int group) {
+  __device__ __forceinline__ void run(Storage& shared, const BackwardMask<Cfg>& mask, int warpgroup, int first_key,
+                                      int first_tile, int stop_tile, int group) {
 #pragma unroll
     for (float& x : dk) x = 0.0f;
 #pragma unroll
@@ -255,6 +316,7 @@ struct KeyGradients {
     const ptx::Operand<64> q_t(tiles[kWantsKeys ? Storage::kQColumns : 0]);
     const ptx::Operand<64> grad_t(tiles[kWantsValues ? Storage::kGradColumns : 0]);
     const int lane_pair = threadIdx.x % 4;
+    const Queries full = find_full_queries(mask, first_key);
     shared.kv_full.wait(0);
     shared.full[ring.stage].wait(ring.parity);
 #pragma unroll
@@ -287,6 +349,17 @@ struct KeyGradients {
           const int query = i / 4 * 8 + 2 * lane_pair + i % 2;
           if (query < key + 8 * (i / 2 % 2)) p[i] = -CUDART_INF_F;
         }
+      }
+      if (Cfg::kRange && (tile * kBackwardRows < full.first || (tile + 1) * kBackwardRows > full.stop)) {
+        const int row = first_key + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
+        int first[2], stop[2];
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          const int key = row + 8 * r;
+          first[r] = mask.first_query(key) - tile * kBackwardRows;
+          stop[r] = key < mask.kv_len ? mask.stop_query(key) - tile * kBackwardRows : 0;
+        }
+        mask_columns(p, first, stop);
       }
       if constexpr (kWantsKeys) {
         if constexpr (kStartsAtDelta) {
@@ -364,6 +437,16 @@ struct KeyGradients {
     ptx::pin(dv);
   }
 
+  // With kRange: the queries that attend to all of the warpgroup's keys.
+  struct Queries {
+    int first, stop;
+  };
+  __device__ __forceinline__ static Queries find_full_queries(const BackwardMask<Cfg>& mask, int first_key) {
+    const int last_key = first_key + kBackwardRows - 1;
+    if (!Cfg::kRange || last_key >= mask.kv_len) return {0, 0};
+    return {mask.first_query(last_key), mask.stop_query(first_key)};
+  }
+
   // Subtracts delta and kMagic from accumulators that started at kMagic.
   __device__ __forceinline__ static void subtract_delta(float (&dp)[kScores], const int (&weights)[kBackwardRows]) {
 #pragma unroll
@@ -378,14 +461,17 @@ struct KeyGradients {
     }
   }
 
-  // Writes the rows below p.kv_len.
-  __device__ __forceinline__ void store(const BackwardParams& p, int head, int first_key) {
+  // Writes the rows below p.kv_len: zeros after those of the sequence.
+  __device__ __forceinline__ void store(const BackwardParams& p, const BackwardMask<Cfg>& mask, int head,
+                                        int first_key) {
+    const int padding = mask.kv_len - first_key;  // the first such row
     const float dk_factor = p.factors[3 * head + 1], dv_factor = p.factors[3 * head + 2];
     const long long first = static_cast<long long>(head) * p.kv_len * Cfg::kHeadDim;
     float factor[2];
     if constexpr (kWantsValues) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) factor[r] = dv_factor * ptx::ex2(static_cast<float>(-weight_exponent[r]));
+      if constexpr (Cfg::kLengths) clear_rows(dv, factor, padding);
       store_gradient<Cfg::kHeadDim>(dv, factor, p.dv + first, first_key, p.kv_len);
     }
     if constexpr (kWantsKeys) {
@@ -394,6 +480,7 @@ struct KeyGradients {
         // Without a query the sum is 0 and there is no slope.
         factor[r] = slope[r] == 0.0f ? 0.0f : dk_factor / slope[r] * ptx::ex2(static_cast<float>(-weight_exponent[r]));
       }
+      if constexpr (Cfg::kLengths) clear_rows(dk, factor, padding);
       store_gradient<Cfg::kHeadDim>(dk, factor, p.dk + first, first_key, p.kv_len);
     }
   }
@@ -416,7 +503,14 @@ __device__ __forceinline__ void backward_keys(const BackwardParams& p, const ptx
   const int key_blocks = (p.kv_len + kBlockKeys - 1) / kBlockKeys;
   const int kv_head = blockIdx.x / key_blocks, block_key = blockIdx.x % key_blocks * kBlockKeys;
   const int tiles = (p.q_len + kBackwardRows - 1) / kBackwardRows;
-  const int first_tile = Cfg::kCausal ? min(tiles, block_key / kBackwardRows) : 0;
+  const BackwardMask<Cfg> mask(p, kv_head);
+  const int first_tile = Cfg::kCausal || Cfg::kRange ? min(tiles, mask.first_query(block_key) / kBackwardRows) : 0;
+  int stop_tile = tiles;
+  if constexpr (Cfg::kRange) {
+    const int stop_query = mask.stop_query(min(block_key + kBlockKeys, mask.kv_len) - 1);
+    stop_tile = block_key < mask.kv_len ? (stop_query + kBackwardRows - 1) / kBackwardRows : 0;
+    stop_tile = max(first_tile, stop_tile);
+  }
   if (threadIdx.x == 0) {
     shared.kv_full.init(1);
     for (int s = 0; s < Cfg::kStages; ++s) {
@@ -439,7 +533,7 @@ __device__ __forceinline__ void backward_keys(const BackwardParams& p, const ptx
     }
     Ring<Cfg::kStages> ring;
     for (int head = kv_head * p.group; head < (kv_head + 1) * p.group; ++head) {
-      for (int tile = first_tile; tile < tiles; ++tile, ring.advance()) {
+      for (int tile = first_tile; tile < stop_tile; ++tile, ring.advance()) {
         const int s = ring.stage, query = tile * kRows;
         ptx::Mbarrier& full = shared.full[s];
         auto& loaded = shared.stages[s].tiles;
@@ -458,8 +552,8 @@ __device__ __forceinline__ void backward_keys(const BackwardParams& p, const ptx
     ptx::warpgroup_reg_alloc<Cfg::kConsumerRegisters>();
     const int first_key = block_key + warpgroup * kBackwardRows;
     KeyGradients<Cfg> gradients;
-    gradients.run(shared, warpgroup, first_key, first_tile, tiles, p.group);
-    gradients.store(p, kv_head, first_key);
+    gradients.run(shared, mask, warpgroup, first_key, first_tile, stop_tile, p.group);
+    gradients.store(p, mask, kv_head, first_key);
   }
 }
 
@@ -485,8 +579,10 @@ struct QueryGradients {
   int exponent[2];  // log2 of the scales of dS's rows, relative to the table's grad_exponent
   float grad_exponent;
 
-  __device__ __forceinline__ void run(const BackwardParams& params, Storage& shared, int warpgroup, int head,
-                                      int first_query, int tiles, Ring<Cfg::kStages>& ring) {
+  // Adds the tiles of keys first_tile .. stop_tile - 1.
+  __device__ __forceinline__ void run(const BackwardParams& params, const BackwardMask<Cfg>& mask, Storage& shared,
+                                      int warpgroup, int head, int first_query, int first_tile, int stop_tile,
+                                      Ring<Cfg::kStages>& ring) {
 #pragma unroll
     for (int i = 0; i < Cfg::kHeadDim / 2; ++i) dq[i] = 0.0f;
     const int row = threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
@@ -507,8 +603,8 @@ struct QueryGradients {
     const ptx::Operand<kBlockN> k_t(shared.stages[0].k_t);
     shared.q_full.wait(0);
     int last_stage = -1;
-    int tile = 0;
-    if (tiles == 0) return;
+    int tile = first_tile;
+    if (tile == stop_tile) return;
     do {  // with `for`, ptxas serializes the products
       const int stage = ring.stage;
       const unsigned offset = stage * sizeof(typename Storage::Stage);
@@ -523,8 +619,18 @@ struct QueryGradients {
       last_stage = stage;
 
       float (&p)[kScores] = reinterpret_cast<float (&)[kScores]>(s);
-      const int stop_key = Cfg::kCausal ? min(params.kv_len, first_query + 1) : params.kv_len;
-      if ((tile + 1) * kBlockN > stop_key) {
+      if constexpr (Cfg::kRange) {
+        if ((tile + 1) * kBlockN > mask.stop_key(first_query) ||
+            tile * kBlockN < mask.first_key(first_query + kBackwardRows - 1)) {
+          int first[2], stop[2];
+#pragma unroll
+          for (int r = 0; r < 2; ++r) {
+            first[r] = mask.first_key(first_query + row + 8 * r) - tile * kBlockN;
+            stop[r] = mask.stop_key(first_query + row + 8 * r) - tile * kBlockN;
+          }
+          mask_columns(p, first, stop);
+        }
+      } else if ((tile + 1) * kBlockN > mask.stop_key(first_query)) {
         const int quad = threadIdx.x % 4;
 #pragma unroll
         for (int i = 0; i < kScores; ++i) {
@@ -559,12 +665,12 @@ struct QueryGradients {
       }
       start_e4m3_product(dq, codes, k_t, offset);
       ring.advance();
-    } while (++tile < tiles);
+    } while (++tile < stop_tile);
     ptx::wgmma_wait<0>();
     ptx::pin(dq);
   }
 
-  // Releases the tiles that only other warpgroups read: those from `tile` on. ring: after the last tile of this one.
+  // Releases the tiles that only other warpgroups read: those from `tile` on, at which the ring is.
   __device__ __forceinline__ static void skip(Storage& shared, int tile, int stop_tile, Ring<Cfg::kStages>& ring) {
     for (; tile < stop_tile; ++tile, ring.advance()) {
       shared.full[ring.stage].wait(ring.parity);
@@ -599,11 +705,17 @@ __device__ __forceinline__ void backward_queries(const BackwardParams& p, const 
   const int query_blocks = (p.q_len + kBlockQueries - 1) / kBlockQueries;
   const int head = blockIdx.x / query_blocks, kv_head = head / p.group;
   const int block_query = (query_blocks - 1 - blockIdx.x % query_blocks) * kBlockQueries;
-  const auto count_tiles = [&](int stop_query) {  // key tiles of the queries below stop_query
-    const int stop_key = Cfg::kCausal ? min(p.kv_len, stop_query) : p.kv_len;
-    return (stop_key + Cfg::kBlockN - 1) / Cfg::kBlockN;
+  const BackwardMask<Cfg> mask(p, kv_head);
+  struct Tiles {
+    int first, stop;
   };
-  const int loaded_tiles = count_tiles(min(p.q_len, block_query + kBlockQueries));
+  const auto find_tiles = [&](int first_query, int queries) {  // of keys; first = stop if there are none
+    const int stop_query = min(p.q_len, first_query + queries);
+    const int stop = (mask.stop_key(stop_query - 1) + Cfg::kBlockN - 1) / Cfg::kBlockN;
+    const int first = Cfg::kRange ? mask.first_key(first_query) / Cfg::kBlockN : 0;
+    return Tiles{first, Cfg::kRange ? max(first, stop) : stop};
+  };
+  const Tiles loaded = find_tiles(block_query, kBlockQueries);
   if (threadIdx.x < 4) shared.magic[threadIdx.x] = kMagicBits;
   if (threadIdx.x == 0) {
     shared.q_full.init(1);
@@ -624,7 +736,7 @@ __device__ __forceinline__ void backward_queries(const BackwardParams& p, const 
       load_rows<Cfg::kHeadDim, kBackwardRows>(shared.grad[w], grad_map, shared.q_full, query, head);
     }
     Ring<Cfg::kStages> ring;
-    for (int tile = 0; tile < loaded_tiles; ++tile, ring.advance()) {
+    for (int tile = loaded.first; tile < loaded.stop; ++tile, ring.advance()) {
       const int s = ring.stage, key = tile * Cfg::kBlockN;
       ptx::Mbarrier& full = shared.full[s];
       shared.empty[s].wait(ring.parity ^ 1);
@@ -636,14 +748,17 @@ __device__ __forceinline__ void backward_queries(const BackwardParams& p, const 
   } else {
     ptx::warpgroup_reg_alloc<Cfg::kConsumerRegisters>();
     const int first_query = block_query + warpgroup * kBackwardRows;
-    const int tiles = first_query < p.q_len ? count_tiles(min(p.q_len, first_query + kBackwardRows)) : 0;
+    Tiles own = {loaded.first, loaded.first};
+    if (first_query < p.q_len) own = find_tiles(first_query, kBackwardRows);
+    if (Cfg::kRange && own.first == own.stop) own = {loaded.first, loaded.first};
     QueryGradients<Cfg> gradients;
     Ring<Cfg::kStages> ring;
-    gradients.run(p, shared, warpgroup, head, first_query, tiles, ring);
-    if (0 < tiles && tiles < loaded_tiles) {
+    if constexpr (Cfg::kRange) gradients.skip(shared, loaded.first, own.first, ring);
+    gradients.run(p, mask, shared, warpgroup, head, first_query, own.first, own.stop, ring);
+    if (own.first < own.stop && own.stop < loaded.stop) {
       arrive_for_warp(shared.empty[(ring.stage + Cfg::kStages - 1) % Cfg::kStages]);  // of the last tile
     }
-    gradients.skip(shared, tiles, loaded_tiles, ring);
+    gradients.skip(shared, own.stop, loaded.stop, ring);
     gradients.store(p, head, first_query);
   }
 }
