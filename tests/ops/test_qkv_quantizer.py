@@ -304,47 +304,22 @@ ROWS: dict[str, Callable[[Tensor], Tensor]] = {
 #: Head dim, rows, heads of Q and K, memory order, dtype, choices of the quantizer, norm, rotated columns, options of
 #: ``make_transform``.
 LAYERS: list[Any] = [
-    (
-        64,
-        150,
-        (4, 2),
-        "bshd",
-        torch.bfloat16,
-        dict(),
-        "bfloat16",
-        64,
-        dict(layer=True, biased=True, interleaved=True, columns=64),
-    ),
-    (
-        64,
-        40,
-        (2, 2),
-        "bshd",
-        torch.bfloat16,
-        dict(),
-        "float32",
-        64,
-        dict(heads=(2, 2), table_heads=2, interleaved=True, columns=64),
-    ),
+    (64, 150, (4, 2), "bshd", torch.bfloat16, dict(), "bfloat16", 64,
+     dict(layer=True, biased=True, interleaved=True, columns=64)),
+    (64, 150, (2, 2), "bshd", torch.bfloat16, dict(), "float32", 64,
+     dict(heads=(2, 2), table_heads=2, interleaved=True, columns=64)),
     (128, 129, (2, 1), "bhsd", torch.float16, dict(precision="int8"), "plain", 0, dict(layer=True)),
-    (
-        256,
-        33,
-        (2, 2),
-        "bhsd",
-        torch.bfloat16,
-        dict(),
-        "bfloat16",
-        256,
-        dict(layer=True, biased=True, table_heads=2, table="bfloat16"),
-    ),
-    (72, 40, (2, 1), "bshd", torch.bfloat16, dict(), "plain", 20, dict(layer=True)),
+    (72, 20, (1, 1), "bshd", torch.bfloat16, dict(), "plain", 20, dict(layer=True)),
+    (256, 20, (1, 1), "bshd", torch.bfloat16, dict(), "bfloat16", 0, dict(layer=True, biased=True)),
     (64, 40, (2, 1), "bshd", torch.bfloat16, dict(), "float16", 0, dict(layer=True, biased=True, heads=(2, 1))),
-]
+]  # fmt: skip
 SLOW_LAYERS: list[Any] = [
+    (256, 33, (2, 2), "bhsd", torch.bfloat16, dict(), "bfloat16", 256,
+     dict(layer=True, biased=True, table_heads=2, table="bfloat16")),
     (128, 150, (2, 2), "bshd", torch.float16, dict(precision="int8_fine"), "float32", 96,
      dict(layer=True, table_heads=2)),
     (256, 150, (2, 1), "bshd", torch.float16, dict(), "float32", 64, dict(layer=True, biased=True, interleaved=True)),
+    (256, 150, (2, 2), "bshd", torch.bfloat16, dict(), "", 256, dict(table_heads=2, table="bfloat16")),
     (72, 40, (2, 1), "bhsd", torch.bfloat16, dict(precision="int8"), "bfloat16", 36,
      dict(layer=True, biased=True, heads=(2, 1), batch=1)),
     (128, 40, (2, 2), "bshd", torch.bfloat16, dict(), "", 128, dict(table_heads=2, table="float16", columns=128)),
@@ -360,12 +335,12 @@ def test_layer_norm_and_tables_of_heads_are_as_before_quantization(
     head_dim: int, rows: int, heads: tuple[int, int], order: str, dtype: torch.dtype, choices: dict[str, Any],
     norm: str, rope_dim: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """With angles that heads share, all heads of a block have the bits of single heads."""
+    """Heads of a block that share angles, or Q and K of a head, have the bits of single heads."""
     generator = torch.Generator().manual_seed(rows)
     packed = torch.randn(1, rows, heads[0] + 2 * heads[1], head_dim, generator=generator)
     transform = make_transform(rows, head_dim, norm, rope_dim, **options)
     config = config_for(head_dim, dtype, rotate=True, key_mean=True, **choices)
-    for name in ("normal", "biased", "zeros"):
+    for name in ("normal", "biased"):
         x = ROWS[name](packed)
         x[:, :, -heads[1] :] = packed[:, :, -heads[1] :]
         x = x.to(dtype).transpose(1, 2)
@@ -373,15 +348,16 @@ def test_layer_norm_and_tables_of_heads_are_as_before_quantization(
         expected = reference.quantize(*transform_both(q, k, transform), v, config)
         result = run(q, k, v, config, expected, options=transform)
         assert_close_codes(result, expected)
-        if name == "normal" and rope_dim and not options.get("table_heads"):
+        if name == "normal" and rope_dim:
+            shared_heads = (1, 1) if "table_heads" in options else heads[::-1]
             with monkeypatch.context() as patch:
-                patch.setattr(qkv_quantizer, "choose_sharing", lambda *_: Sharing(2, *heads[::-1], True))
+                patch.setattr(qkv_quantizer, "choose_sharing", lambda *_, n=shared_heads: Sharing(2, n[0], n[1], True))
                 shared = run(q, k, v, config, expected, options=transform)
             for buffer, wanted in result.items():
                 assert np.array_equal(shared[buffer], wanted), buffer
 
 
-@pytest.mark.parametrize("name", [*(x for x in ROWS if x in ("tiny", "huge")), "not a number", "infinite"])
+@pytest.mark.parametrize("name", ["zeros", "tiny", "huge", "not a number", "infinite"])
 @pytest.mark.parametrize("over_heads", [False, True])
 def test_layer_norm_of_extremes(name: str, over_heads: bool) -> None:
     """No sum of the mean overflows: huge rows become 0, as in PyTorch's LayerNorm, and not NaN."""
@@ -395,7 +371,7 @@ def test_layer_norm_of_extremes(name: str, over_heads: bool) -> None:
     assert_close_codes(result, expected, equal_nan=True)
     nonfinite = name in ("not a number", "infinite")
     assert np.isnan(result["q_scale"]).sum() == 2 * nonfinite
-    assert result["q_codes"].any() == (name != "huge")
+    assert result["q_codes"].any() == (name not in ("zeros", "huge"))
 
 
 @pytest.mark.parametrize(
@@ -445,3 +421,7 @@ def test_blocks_take_several_heads_with_rope() -> None:
         assert choose_sharing(config, sizes, rope) == Sharing(*shared, True), heads
         assert not choose_sharing(config, sizes, qkv_quantizer.Prologue(norm="plain")).several_heads
     assert not choose_sharing(config, Sizes(1, 2, 2, 1000, 1000), rope).several_heads
+    of_heads = qkv_quantizer.Prologue(rotary_dim=64, table_head=64)
+    assert choose_sharing(config_for(64, torch.bfloat16), Sizes(1, 32, 32, 5120, 5120), of_heads) == Sharing(
+        2, 1, 1, True
+    )

@@ -109,7 +109,16 @@ __device__ __forceinline__ void compute_means(const QuantizeParams& p, RowsStora
   __syncthreads();
 }
 
-// Quantizes tiles `tile` .. `stop` - 1 of kKeyHeads heads of K.
+template <class Cfg, class StartNext>
+__device__ __forceinline__ void quantize_tile_of_queries(const QuantizeParams& p, RowsStorage<Cfg>& shared, int head,
+                                                         int tile, StartNext start_next) {
+  const int scales = Cfg::kFineScales ? p.q_len : (p.q_len + kQueryBlock - 1) / kQueryBlock;  // of a head
+  quantizer_of_queries<Cfg>(p, shared, head)
+      .quantize_q(tile, p.q_codes + static_cast<long long>(head) * p.q_len * Cfg::kHeadDim,
+                  p.q_scale + static_cast<long long>(head) * scales, start_next, Cfg::kHeadTables);
+}
+
+// Quantizes tiles `tile` .. `stop` - 1 of kKeyHeads heads of K; with kHeadTables of one head of K and of Q.
 template <class Cfg>
 __device__ __forceinline__ void quantize_keys(const QuantizeParams& p, RowsStorage<Cfg>& shared, int head_index,
                                               int tile, int stop) {
@@ -126,9 +135,18 @@ __device__ __forceinline__ void quantize_keys(const QuantizeParams& p, RowsStora
       const long long scales =
           static_cast<long long>(head) * count_tiles(p.kv_len) * (Cfg::kFineScales ? kKeyGroups : 1);
       quantizer_of_keys<Cfg>(p, shared, head).quantize_k_tile(tile, p.k_codes + codes, p.k_scale + scales, number, [&] {
+        if constexpr (Cfg::kHeadTables) {
+          quantizer_of_queries<Cfg>(p, shared, head).start_load(tile);
+          return;
+        }
         const bool last = number + 1 == Cfg::kKeyHeads;
         if (last && tile + 1 == stop) return;
         quantizer_of_keys<Cfg>(p, shared, last ? head_index : head + 1).start_load(last ? tile + 1 : tile);
+      });
+    }
+    if constexpr (Cfg::kHeadTables) {
+      quantize_tile_of_queries<Cfg>(p, shared, head_index, tile, [&] {
+        if (tile + 1 < stop) quantizer_of_keys<Cfg>(p, shared, head_index).start_load(tile + 1);
       });
     }
     __syncthreads();  // all threads have read the angles and the largest values
@@ -146,25 +164,21 @@ __device__ __forceinline__ void quantize_queries(const QuantizeParams& p, RowsSt
 #pragma unroll 1
   for (int number = 0; number < Cfg::kQueryHeads; ++number) {
     const int head = head_index + number;
-    const int scales = Cfg::kFineScales ? p.q_len : (p.q_len + kQueryBlock - 1) / kQueryBlock;  // of a head
-    quantizer_of_queries<Cfg>(p, shared, head)
-        .quantize_q(tile, p.q_codes + static_cast<long long>(head) * p.q_len * Cfg::kHeadDim,
-                    p.q_scale + static_cast<long long>(head) * scales, [&] {
-                      if (number + 1 < Cfg::kQueryHeads) {
-                        quantizer_of_queries<Cfg>(p, shared, head + 1).start_load(tile);
-                      }
-                    });
+    quantize_tile_of_queries<Cfg>(p, shared, head, tile, [&] {
+      if (number + 1 < Cfg::kQueryHeads) quantizer_of_queries<Cfg>(p, shared, head + 1).start_load(tile);
+    });
   }
 }
 
 // With kSeveralHeads. Grid: a block per kKeyTiles tiles of K of kKeyHeads heads, then one per tile of Q of kQueryHeads
-// heads, then one per tile of V: these are the shortest, and keep all multiprocessors busy at the end.
+// heads, then one per tile of V: these are the shortest, and keep all multiprocessors busy at the end. With kHeadTables
+// the blocks of K take the tiles of Q too, so that a head's angles are read once.
 template <class Cfg>
 __device__ __forceinline__ void quantize_several_heads(const QuantizeParams& p, RowsStorage<Cfg>& shared) {
   const int kv_tiles = count_tiles(p.kv_len), q_tiles = count_tiles(p.q_len);
   const int runs = (kv_tiles + Cfg::kKeyTiles - 1) / Cfg::kKeyTiles;
   const int key_blocks = p.batch * p.kv_heads / Cfg::kKeyHeads * runs;
-  const int query_blocks = p.batch * p.heads / Cfg::kQueryHeads * q_tiles;
+  const int query_blocks = Cfg::kHeadTables ? 0 : p.batch * p.heads / Cfg::kQueryHeads * q_tiles;
   int item = blockIdx.x;
   if (item < key_blocks) {
     const int tile = item % runs * Cfg::kKeyTiles;

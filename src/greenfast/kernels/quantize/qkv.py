@@ -41,7 +41,8 @@ _ANGLE_BYTES = 80 * 1024
 class Sharing:
     """The work of a block: tiles of K of some heads of K, or a tile of some heads of Q.
 
-    several_heads: whether the kernel is for several heads, which share a tile's angles in shared memory.
+    several_heads: whether the kernel is for several heads, which share a tile's angles in shared memory. If each head
+    has tables of its own, the work is tiles of one head of K and of Q, which share them.
     """
 
     key_tiles: int
@@ -220,18 +221,16 @@ def key_tiles(sizes: Sizes) -> int:
 def choose_sharing(config: AttentionConfig, sizes: Sizes, prologue: Prologue | None = None) -> Sharing:
     """Choose the tiles and heads of a block.
 
-    Without rotary embedding ``key_tiles`` of one head. With it several heads, if the angles of a row are the same for
-    all: read once for each head they would be most of the traffic.
+    Without rotary embedding ``key_tiles`` of one head. With it several heads, because the angles of a row are the same
+    for all: read once for each head they would be most of the traffic. With tables of each head one head of K and of Q.
     """
     tiles = sizes.batch * sizes.kv_heads * _tiles(sizes.kv_len)
     all_tiles = 2 * tiles + sizes.batch * sizes.heads * _tiles(sizes.q_len)
     per_place = all_tiles // (_MULTIPROCESSORS * _BLOCKS[config.head_dim])
     share = next((share for least, share in _SHARES.items() if per_place >= least), None)
-    if prologue is None or not prologue.rotary_dim or prologue.table_head or share is None:
+    if prologue is None or not prologue.rotary_dim or prologue.tile_angle_bytes > _ANGLE_BYTES or share is None:
         return Sharing(key_tiles(sizes), 1, 1, False)
-    if prologue.tile_angle_bytes > _ANGLE_BYTES:
-        return Sharing(key_tiles(sizes), 1, 1, False)
-    most_tiles, key_heads, query_heads = share
+    most_tiles, key_heads, query_heads = share if prologue.table_head == 0 else (share[0], 1, 1)
     return Sharing(
         most_tiles, _largest_divisor(sizes.kv_heads, key_heads), _largest_divisor(sizes.heads, query_heads), True
     )
@@ -355,7 +354,8 @@ def launch(
     sharing = choose_sharing(config, sizes, prologue)
     kv_heads, runs = sizes.batch * sizes.kv_heads, -(-_tiles(sizes.kv_len) // sharing.key_tiles)
     blocks = kv_heads // sharing.key_heads * runs + kv_heads * _tiles(sizes.kv_len)
-    blocks += sizes.batch * sizes.heads * _tiles(q_len) // sharing.query_heads
+    if not (sharing.several_heads and prologue is not None and prologue.table_head):  # else the blocks of K take Q too
+        blocks += sizes.batch * sizes.heads * _tiles(q_len) // sharing.query_heads
     of_keys = contiguous_strides(sizes.kv_heads, sizes.kv_len, config.columns)
     tensor_strides = (
         *(strides.query or contiguous_strides(sizes.heads, sizes.q_len, config.columns)),

@@ -219,10 +219,11 @@ struct RowsQuantizer {
     return scale;
   }
 
-  // Quantizes a tile of Q. start_next: see RowsPrologue::transform.
+  // Quantizes a tile of Q. start_next: see RowsPrologue::transform. turn: of the shared amax; 1 after a tile of K, whose
+  // amax other warps may still read.
   template <class StartNext = NoNext>
-  __device__ __forceinline__ void quantize_q(int tile, unsigned char* codes, float* scales,
-                                             StartNext start_next = {}) const {
+  __device__ __forceinline__ void quantize_q(int tile, unsigned char* codes, float* scales, StartNext start_next = {},
+                                             int turn = 0) const {
     const int block = tile * (kRowBlock / kQueryBlock) + group;
     const int first = block * kQueryBlock + Rows::row_of_warp(), row[2] = {first, first + 8};
     Values x;
@@ -251,9 +252,9 @@ struct RowsQuantizer {
     }
     float amax = warp_max_nan(Rows::largest(x));
     if constexpr (Rows::kSplit > 1) {
-      shared.amax[0][warp] = amax;
+      shared.amax[turn][warp] = amax;
       sync_rows();
-      amax = ptx::max_nan(amax, shared.amax[0][warp ^ 1]);
+      amax = ptx::max_nan(amax, shared.amax[turn][warp ^ 1]);
     }
     const float scale = Rows::scale_for(amax);
     if (threadIdx.x % (32 * Rows::kSplit) == 0 && block * kQueryBlock < head.length) scales[block] = scale;

@@ -68,7 +68,8 @@ struct RowsPrologue<Cfg, true> {
   static_assert(Cfg::kRotaryDim % 2 == 0 && Cfg::kRotaryDim <= Cfg::kColumns, "pairs of columns");
   static_assert(!(Cfg::kParts && Cfg::kAcrossHeads), "row_norms.cuh reads one tensor");
   static_assert(!(Cfg::kParts && (Cfg::kBiased || Cfg::kHeadTables)), "biases and strides of heads are of one tensor");
-  static_assert(!(Cfg::kSeveralHeads && Cfg::kHeadTables), "the heads of a block share angles");
+  static_assert(!Cfg::kHeadTables || (Cfg::kKeyHeads == 1 && Cfg::kQueryHeads == 1),
+                "the heads of a block share angles");
 
   using In = typename Cfg::In;
   using Loaded = typename HeadRows<Cfg>::Loaded;
