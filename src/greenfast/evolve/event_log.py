@@ -59,7 +59,7 @@ class Log:
         self.costs: dict[int, Cost]
         try:
             self.costs = {cost.n: cost for cost in (decode(line, Cost) for line in costs)}
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
+        except msgspec.DecodeError as e:
             raise UsageError(f"{self._costs_path}: {e}; it can be deleted: times are then not known") from None
         self._numbers = {(event.kind, event.key): event.n for event in self.events}
         self._next = 0
@@ -171,7 +171,7 @@ def _read_event_file(path: Path) -> tuple[list[Event], int]:
     for number, line in enumerate(_read_whole_lines(path), start=1):
         try:
             event = decode(line, Event)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
+        except msgspec.DecodeError as e:
             raise UsageError(
                 f"{path}: line {number} is not an event: {e}; keep its first {number - 1} lines to resume from there"
             ) from None

@@ -190,7 +190,7 @@ def _parse_completion(body: bytes, prompt: str) -> ModelAnswer:
     try:
         completion = decode(body, _Completion)
         text = completion.choices[0].message.content
-    except (msgspec.DecodeError, UnicodeDecodeError, IndexError, RecursionError) as e:
+    except (msgspec.DecodeError, IndexError) as e:
         raise _RetryableError(f"no completion: {e}: {body[:_SHOWN_REPLY].decode('utf-8', 'replace')}") from e
     counted = (completion.usage.total_tokens if completion.usage else 0) or 0
     return ModelAnswer(text=text, tokens=counted if counted > 0 else estimate_tokens(prompt, text))

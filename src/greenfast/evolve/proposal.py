@@ -203,6 +203,6 @@ def read_lines(path: Path, kind: type[T], name: str) -> tuple[T, ...]:
             continue
         try:
             values.append(decode(line, kind))
-        except (ValueError, RecursionError) as e:
+        except msgspec.DecodeError as e:
             raise UsageError(f"{path}, line {number}: no {name}: {e}") from e
     return tuple(values)

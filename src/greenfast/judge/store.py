@@ -22,10 +22,15 @@ from greenfast.spec.files import read_file
 
 
 def decode(text: bytes, kind: Any = Any) -> Any:
-    """Decode a JSON text to this type. Raises msgspec.DecodeError (or its subclass ValidationError), RecursionError."""
-    value = msgspec.json.decode(text)
-    json.loads(text, object_pairs_hook=once, parse_int=str, parse_float=str)  # of any length
-    return value if kind is Any else msgspec.json.decode(text, type=kind)
+    """Decode a JSON text to this type. Raises msgspec.DecodeError, or its subclass ValidationError for another type."""
+    try:
+        value = msgspec.json.decode(text)
+        json.loads(text, object_pairs_hook=once, parse_int=str, parse_float=str)  # of any length
+        return value if kind is Any else msgspec.json.decode(text, type=kind)
+    except msgspec.DecodeError:
+        raise
+    except (ValueError, RecursionError) as e:
+        raise msgspec.DecodeError(str(e)) from e
 
 
 def once(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:

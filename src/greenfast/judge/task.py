@@ -358,7 +358,7 @@ def load_task(folder: Path) -> Task:
     try:
         config = decode(raw, TaskConfig)
     # The message of a ValidationError contains the path of the key.
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
+    except msgspec.DecodeError as e:
         # The counters are the only enumeration in the schema. msgspec does not list the allowed values.
         allowed = f"; allowed: {', '.join(get_args(Counter))}" if "Invalid enum value" in str(e) else ""
         raise UsageError(f"{path}: {e}{allowed}") from e

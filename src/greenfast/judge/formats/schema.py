@@ -238,5 +238,5 @@ def _text(path: Path) -> bytes:
 def _decoded(path: Path, text: bytes, kind: type[_T]) -> _T:
     try:
         return cast(_T, decode(text, kind))
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
+    except msgspec.DecodeError as e:
         raise UsageError(f"{path}: {e}") from None

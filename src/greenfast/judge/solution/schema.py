@@ -281,7 +281,7 @@ def _decode_config(text: bytes, path: Path, implied: Mapping[str, str]) -> Solut
         return msgspec.convert(raw, SolutionConfig)
     except msgspec.ValidationError as e:
         raise UsageError(f"{path}: {e}{_list_allowed(str(e))}") from None
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
+    except (msgspec.DecodeError, RecursionError) as e:
         raise UsageError(f"{path}: not JSON: {e}") from None
 
 
