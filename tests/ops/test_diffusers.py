@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import greenfast
 from greenfast.integrations import models
 from greenfast.integrations.diffusers import accelerate
+from greenfast.ops.block import BLOCK, QKTransform
 
 library: Any = pytest.importorskip("diffusers")
 COMPILE: Any = torch.compile
@@ -177,6 +179,33 @@ def test_a_model_agrees_with_its_own_processors(name: str) -> None:
         assert torch.equal(run(name), plain), "the layers' own code"
     assert short.routed.taken == 0
     assert short.routed.fallen_back
+
+
+class OperatorCalls(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Keeps norm and RoPE of the calls of the operator that normalizes, rotates, quantizes and attends."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.transforms: list[QKTransform] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is BLOCK:
+            self.transforms.append(QKTransform(*args[3:13]))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("name", "norm", "dims"), [("ltx", "rms", (2, 4)), ("cogvideox", "layer", (1, 2))])
+def test_norm_and_rope_reach_the_operator(name: str, norm: str, dims: tuple[int, int]) -> None:
+    """LTX has norms over all heads and tables of each head, CogVideoX LayerNorm with biases: no pass by PyTorch."""
+    with accelerate(get(name)[0], min_length=0) as accelerated, OperatorCalls() as calls:
+        run(name)
+    assert len(calls.transforms) == accelerated.routed.taken == CASES[name][2]
+    for transform in calls.transforms:
+        assert transform.norm == norm
+        assert (transform.q_norm_bias is None) == (norm == "rms")
+        assert transform.q_norm is not None
+        assert transform.cos is not None
+        assert (transform.q_norm.dim(), transform.cos.dim()) == dims
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -263,9 +263,18 @@ def test_explain_names_the_pass_that_reads_both_parts() -> None:
     assert reason(**names).endswith(f"; norm and RoPE {end}")
     assert reason(rope=call["rope"]).endswith(f"; RoPE {end}")
     assert reason().endswith("; one pass that quantizes Q, K and V reads both parts in place")
-    copied = "norm and RoPE by PyTorch, before quantization; parts joined by a copy"
+    copied = "; RoPE by PyTorch, before quantization; norms of the parts by PyTorch, then joined by a copy"
     assert reason(**names, kv_lengths=torch.tensor([9])).endswith(copied)
-    assert reason(q_norm=torch.ones(4, 64)).endswith("norm by PyTorch, before quantization; parts joined by a copy")
+    fused = "in the pass that quantizes Q, K and V"
+    assert reason(q_norm=torch.ones(4, 64)).endswith(f"; norm {fused}; parts joined by a copy")
+    own = f"; RoPE {fused}; norms of the parts by PyTorch, then joined by a copy"
+    assert reason(**names, norm="layer").endswith(own)
+    needs_grad = [[x.detach().requires_grad_() for x in parts] for parts in inputs]
+    assert reason(*needs_grad, **names).endswith(own)
+    masked = reason(*needs_grad, **names, window=(9, 9))
+    assert masked.endswith(
+        "; RoPE by PyTorch, before quantization; norms of the parts by PyTorch, then joined by a copy"
+    )
     assert reason(*([*x, x[0]] for x in inputs)).endswith("; parts joined by a copy")
     assert "parts" not in explain(*inputs, dropout_p=0.1, q_norm=True).reason, "PyTorch's own attention"
 

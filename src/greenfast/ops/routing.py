@@ -366,9 +366,12 @@ def _are_parts(*inputs: Any) -> bool:
 
 def _explain_parts(row: RowArguments, *args: Any, **options: Any) -> Explanation:
     """Explain a call on the parts of a sequence: as one on the joined tensors, and whether they are read in place."""
-    each = list(zip(row.query, row.key, row.value, strict=True))
+    needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (*row.query, *row.key, *row.value))
     joined = [
-        parts[0].new_empty(1, 1, 1, 1).expand(*parts[0].shape[:2], sum(x.shape[2] for x in parts), parts[0].shape[3])
+        parts[0]
+        .new_empty(1, 1, 1, 1)
+        .requires_grad_(needs_grad)
+        .expand(*parts[0].shape[:2], sum(x.shape[2] for x in parts), parts[0].shape[3])
         for parts in (row.query, row.key, row.value)
     ]
     explanation = _explain_forward(*joined, *args, **options)
@@ -382,7 +385,7 @@ def _explain_parts(row: RowArguments, *args: Any, **options: Any) -> Explanation
         and not any(isinstance(x, Tensor) and x.dim() != 1 for x in listed[3:5])
         and options["kv_lengths"] is None
         and not (isinstance(mask, Tensor) and mask.shape[-2] == 1)
-        and not (torch.is_grad_enabled() and any(x.requires_grad for part in each for x in part))
+        and not needs_grad
     )
     has_norm = any(x is not None for x in (row.q_norm if isinstance(row.q_norm, list | tuple) else [row.q_norm]))
     names = " and ".join(name for name, x in (("norm", has_norm), ("RoPE", row.rope is not None)) if x)
@@ -390,7 +393,11 @@ def _explain_parts(row: RowArguments, *args: Any, **options: Any) -> Explanation
         more = f"{names} in the pass that quantizes Q, K and V; it" if names else "one pass that quantizes Q, K and V"
         by = f"{more} reads both parts in place"
     else:
-        by = f"{names} by PyTorch, before quantization; parts joined by a copy" if names else "parts joined by a copy"
+        own = has_norm and isinstance(row.q_norm, list | tuple)
+        explanation = _explain_forward(
+            *joined, *args, **options, q_norm=None if own else row.q_norm, rope=row.rope, norm=row.norm
+        )
+        by = "norms of the parts by PyTorch, then joined by a copy" if own else "parts joined by a copy"
     return Explanation(explanation.kernel, f"{explanation.reason}; {by}", explanation.precision)
 
 
