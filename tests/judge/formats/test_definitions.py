@@ -14,7 +14,6 @@ from greenfast.judge.error_metrics import worst_bound_ratio
 from greenfast.judge.formats.convert import (
     FORMAT,
     convert_definition,
-    convert_solution,
     find_workloads,
     import_problem,
     import_solution,
@@ -210,7 +209,7 @@ def test_a_solution_becomes_a_callable(tmp_path: Path, style: bool) -> None:
     path.write_text(json.dumps(solution(destination_passing_style=style)))
     assert is_foreign_solution(path)
     assert not is_definition(path)
-    made = convert_solution(path, folder, tmp_path / "solution")
+    made = import_solution(path, folder, tmp_path / "out")
     found = find_solution(made).config
     assert (found.name, found.author, found.file) == ("mine_v1", "someone", "main.py")
     assert found.launches[0].args == ["x", "w", "float64(1e-06)"] + (["y"] if style else [])
@@ -235,8 +234,8 @@ def test_a_solution_that_cannot_be_judged_is_refused_in_words(
     path = tmp_path / "mine.json"
     path.write_text(json.dumps({**solution(), **change}))
     with pytest.raises(UsageError, match=says):
-        convert_solution(path, folder, tmp_path / "solution")
-    assert not (tmp_path / "solution").exists(), "nothing half-written"
+        import_solution(path, folder, tmp_path / "out")
+    assert not (tmp_path / "out").exists(), "nothing half-written"
 
 
 def test_a_solution_has_no_files_of_another(tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ import pytest
 
 from greenfast.judge.formats.convert import (
     NEW_MODEL,
-    convert_model,
     convert_problem,
     convert_robust_problem,
     find_robust_problem,
@@ -86,10 +85,13 @@ def test_inputs_on_a_gpu_are_cpu_tensors_here(tmp_path: Path) -> None:
 
 
 def test_a_new_model_becomes_a_callable(tmp_path: Path) -> None:
-    problem, mine = written(tmp_path), tmp_path / "mine.py"
+    problem, mine = convert_problem(written(tmp_path), tmp_path / "task"), tmp_path / "mine.py"
     mine.write_text(PROBLEM.replace("class Model", "class ModelNew"))
     assert is_kernelbench(mine, NEW_MODEL)
-    folder = convert_model(mine, problem, tmp_path / "solution")
+    (tmp_path / "out/converted_solutions/mine").mkdir(parents=True)
+    (tmp_path / "out/converted_solutions/mine/left.py").write_text("of an earlier solution of this name")
+    folder = import_solution(mine, problem, tmp_path / "out")
+    assert {path.name for path in folder.iterdir()} == {"entry.py", "new_model.py", "original.py", "solution.json"}
     assert find_solution(folder).config.name == "mine"
     entry = (folder / "entry.py").read_text()
     assert "from new_model import ModelNew as Model" in entry

@@ -21,7 +21,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from greenfast.judge.formats.schema import (
     DEFINITION,
@@ -80,6 +80,10 @@ _built = load(name="solution", sources=_sources, extra_include_paths=[str(_folde
 '''
 
 
+#: A solution's name, and the files of its folder by name.
+ConvertedSolution: TypeAlias = "tuple[str, dict[str, str | bytes]]"
+
+
 def import_problem(name: str, out: Path, workloads: Path | None = None) -> str:
     """Return the task of a problem: ``name`` itself, or the folder below ``out`` with the converted foreign problem.
 
@@ -104,14 +108,18 @@ def import_solution(path: Path, problem: Path, out: Path) -> Path:
     problem: the folder of the task that it is judged by. Raises UsageError if the two do not belong together.
     """
     if is_foreign_solution(path):
-        return convert_solution(path, problem, out / SOLUTIONS)
-    if is_robust_solution(path, problem):
-        return convert_robust_solution(path, problem, out / SOLUTIONS)
-    if is_kernelbench(path, NEW_MODEL) and (problem / ORIGINAL).is_file():
-        return convert_model(path, problem / ORIGINAL, out / SOLUTIONS)
-    if path.is_file() and is_tritonbench_answer(path, problem):
-        return convert_tritonbench_answer(path, problem, out / SOLUTIONS)
-    return path
+        name, files = convert_solution(path, problem)
+    elif is_robust_solution(path, problem):
+        name, files = convert_robust_solution(path, problem)
+    elif is_kernelbench(path, NEW_MODEL) and (problem / ORIGINAL).is_file():
+        name, files = convert_model(path, problem)
+    elif path.is_file() and is_tritonbench_answer(path, problem):
+        name, files = convert_tritonbench_answer(path, problem)
+    else:
+        return path
+    folder = out / SOLUTIONS / name
+    shutil.rmtree(folder, ignore_errors=True)  # of a solution of the same name with more files
+    return write_files(folder, files)
 
 
 @dataclass(frozen=True)
@@ -178,8 +186,8 @@ def convert_definition(files: DefinitionFiles, parent: Path) -> Path:
     )
 
 
-def convert_solution(path: Path, problem: Path, parent: Path) -> Path:
-    """Write the folder of a solution of a definition below ``parent`` and return it.
+def convert_solution(path: Path, problem: Path) -> ConvertedSolution:
+    """Convert a solution of a definition.
 
     problem: the folder of the converted definition. Raises UsageError if it is another task's or another definition's,
     and for a solution in a language that is not judged.
@@ -194,15 +202,14 @@ def convert_solution(path: Path, problem: Path, parent: Path) -> Path:
             "definition, or correct its key definition"
         )
     file, _, function = given.spec.entry_point.partition("::")
-    files = {source.path: source.content for source in given.sources}
+    files: dict[str, str | bytes] = {source.path: source.content for source in given.sources}
     if Path(file).suffix != ".py":
         file = "greenfast_extension.py"
         files[file] = _extension(path, given, function)
     name = safe_name(given.name)
     writes = given.spec.destination_passing_style
     files["solution.json"] = _solution(name, file, function, definition, workloads, writes, given.author)
-    shutil.rmtree(parent / name, ignore_errors=True)  # of a solution of the same name with more files
-    return write_files(parent / name, files)
+    return name, files
 
 
 def _extension(path: Path, given: ForeignSolution, function: str) -> str:
@@ -377,11 +384,11 @@ def convert_problem(path: Path, parent: Path) -> Path:
     )
 
 
-def convert_model(path: Path, problem: Path, parent: Path) -> Path:
-    """Write the folder of a solution with ModelNew for a problem's file below ``parent`` and return it."""
+def convert_model(path: Path, problem: Path) -> ConvertedSolution:
+    """Convert a solution with ModelNew. problem: the folder of the converted problem."""
     name = safe_name(path.stem)
-    files = _model_files(name, read_file(problem), "new_model", NEW_MODEL)
-    return write_files(parent / name, {"new_model.py": read_file(path), **files})
+    files = _model_files(name, read_file(problem / ORIGINAL), "new_model", NEW_MODEL)
+    return name, {"new_model.py": read_file(path), **files}
 
 
 def _model_files(name: str, problem: bytes, module: str, model: str) -> dict[str, str | bytes]:
@@ -509,12 +516,12 @@ def convert_robust_problem(folder: Path, parent: Path) -> Path:
     )
 
 
-def convert_robust_solution(path: Path, problem: Path, parent: Path) -> Path:
-    """Write the folder of a CUDA file that solves a converted problem below ``parent`` and return it."""
+def convert_robust_solution(path: Path, problem: Path) -> ConvertedSolution:
+    """Convert a CUDA file. problem: the folder of the converted problem."""
     settings, _ = read_settings(problem / KEPT_SETTINGS)
     name = safe_name(path.stem)
     files = _robust_files(name, read_file(problem / ORIGINAL), settings, _ROBUST_BUILD.format(kernel=KERNEL))
-    return write_files(parent / name, {KERNEL: read_file(path), **files})
+    return name, {KERNEL: read_file(path), **files}
 
 
 def _robust_files(name: str, problem: bytes, settings: Sequence[RobustSetting], build: str) -> dict[str, str | bytes]:
@@ -570,8 +577,8 @@ def convert_tritonbench_problem(path: Path, parent: Path) -> Path:
     )
 
 
-def convert_tritonbench_answer(path: Path, problem: Path, parent: Path) -> Path:
-    """Write the folder of an answer to a converted problem below ``parent`` and return it.
+def convert_tritonbench_answer(path: Path, problem: Path) -> ConvertedSolution:
+    """Convert an answer. problem: the folder of the converted problem.
 
     Raises UsageError for a JSONL file without an answer to it.
     """
@@ -586,9 +593,7 @@ def convert_tritonbench_answer(path: Path, problem: Path, parent: Path) -> Path:
     reference = problem / REFERENCE
     arguments = json.loads(read_file(reference / "solution.json"))["launches"][0]["args"]
     entry = read_file(reference / ENTRY)
-    return write_files(
-        parent / name, {PROGRAM: program, ENTRY: entry, "solution.json": _call_solution(name, arguments)}
-    )
+    return name, {PROGRAM: program, ENTRY: entry, "solution.json": _call_solution(name, arguments)}
 
 
 def _call_solution(name: str, arguments: Sequence[str]) -> str:
