@@ -73,8 +73,8 @@ __device__ __forceinline__ u64 descriptor(const void* p, u32 leading, u32 stride
 
 def wgmma(name: str, n: int, shape: str, types: str, *, from_registers: bool = False, tail: str = ", 1, 1") -> str:
     """Return a C++ function ``name(d, a, b, scale_d)`` around one wgmma; ``tail``: the immediates after scale-d."""
-    kind, letter = ("int", "r") if types.startswith("s32") else ("float", "f")
-    count = n // 2
+    kind, letter = {"s32": ("int", "r"), "f16": ("u32", "r"), "f32": ("float", "f")}[types.split(".")[0]]
+    count = n // (4 if types.startswith("f16") else 2)  # of registers; two numbers of 16 bits share one
     registers = ", ".join(f"%{i}" for i in range(count))
     a_count = 4 if from_registers else 1
     a = "{" + ", ".join(f"%{count + i}" for i in range(4)) + "}" if from_registers else f"%{count}"

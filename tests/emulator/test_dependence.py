@@ -127,7 +127,7 @@ def test_only_what_comes_from_a_clock_counts() -> None:
 
 
 def test_an_unknown_instruction_counts_where_it_is_executed() -> None:
-    unknown = "tensormap.replace.tile.rank.global.b1024.b32 [%rd2], 2;"
+    unknown = "tensormap.replace.tile.fill_mode.global.b1024.b32 [%rd2], 1;"
     result = run(f"setp.gt.u32 %p1, %r1, 32; @%p1 bra dead; bra.uni on; dead: {unknown} on:")
     assert result.violations == []
     guarded = run(f"setp.gt.u32 %p1, %r1, 32; @%p1 {unknown}")

@@ -50,6 +50,7 @@ def test_every_opcode_is_tried() -> None:
         "griddepcontrol": ("corpus/ptx_modules.py", "griddepcontrol.wait"),
         "mbarrier": ("hopper.py", "mbarrier.try_wait"),
         "membar": ("corpus/ptx_modules.py", "membar.cta"),
+        "tensormap": ("test_hopper_copies.py", "tensormap.replace"),
         "wgmma": ("hopper.py", "wgmma.mma_async"),
     }
     tried = {case.name.split(".")[0] for case in CASES} | {

@@ -111,7 +111,7 @@ def test_a_program_refuses_by_name_and_line(name: str) -> None:
         ("ldmatrix.sync.aligned.m8n16.x1.shared.b8", "m8n16"),
         ("cp.async.ca.shared.global.L2::evict_last", "L2::evict_last"),
         ("cp.async.bulk.tensor.2d.shared::cluster.global.im2col.mbarrier::complete_tx::bytes", "im2col"),
-        ("tensormap.replace.tile.rank.global.b1024.b32", "opcode"),
+        ("tensormap.replace.tile.rank.global.b1024.b64", "b64"),
         ("mul.s32", ""),
         ("frob.b32", "opcode"),
     ],

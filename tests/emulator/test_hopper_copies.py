@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from greenfast.emulator.grid import load_module
 from greenfast.emulator.machine.faults import KernelFaultError
-from greenfast.spec.errors import UsageError
+from greenfast.spec.errors import UnsupportedError, UsageError
 from greenfast.spec.kernel import TensorMap
 from tests.emulator.hopper import run, tensor_map
 
@@ -235,3 +236,104 @@ def test_wrong_tensor_maps(changed: dict[str, Any], message: str) -> None:
     good = TensorMap(**right)
     with pytest.raises(UsageError, match=message):
         round_trip(ROUND_TRIP.replace("BYTES", "512"), x, (TensorMap(**{**right, **changed}), good))
+
+
+MADE = """
+__shared__ __align__(128) u8 map[128];
+((u32*)map)[threadIdx.x] = COPY;
+__syncwarp();
+if (threadIdx.x == 0) {
+  u64 at_map = (u64)map;
+  asm volatile("tensormap.replace.tile.global_address.shared::cta.b1024.b64 [%0], %1;" :: "l"(at_map), "l"(x + 64));
+  asm volatile("tensormap.replace.tile.global_dim.shared::cta.b1024.b32 [%0], 1, %1;" :: "l"(at_map), "r"(5));
+  OTHERS
+}
+__syncwarp();
+asm volatile("tensormap.cp_fenceproxy.global.shared::cta.tensormap::generic.release.gpu.sync.aligned [%0], [%1], 128;"
+  :: "l"(out), "l"((u64)map) : "memory");
+FENCE
+if (threadIdx.x == 0) {
+  expect(&bar, 8 * 16 * 4);
+  load(s, (const CUtensorMap*)out, &bar, 16, 2);
+  wait(&bar, 0);
+}
+__syncthreads();
+for (int i = threadIdx.x; i < 128; i += 32) y[i] = ((const float*)s)[i];
+"""
+OTHERS = """
+asm volatile("tensormap.replace.tile.rank.shared::cta.b1024.b32 [%0], 1;" :: "l"(at_map));  // less one
+asm volatile("tensormap.replace.tile.elemtype.shared::cta.b1024.b32 [%0], 7;" :: "l"(at_map));
+asm volatile("tensormap.replace.tile.global_dim.shared::cta.b1024.b32 [%0], 0, %1;" :: "l"(at_map), "r"(64));
+asm volatile("tensormap.replace.tile.global_stride.shared::cta.b1024.b64 [%0], 0, %1;" :: "l"(at_map), "l"(256ull));
+asm volatile("tensormap.replace.tile.box_dim.shared::cta.b1024.b32 [%0], 0, %1;" :: "l"(at_map), "r"(16));
+asm volatile("tensormap.replace.tile.box_dim.shared::cta.b1024.b32 [%0], 1, %1;" :: "l"(at_map), "r"(8));
+asm volatile("tensormap.replace.tile.element_stride.shared::cta.b1024.b32 [%0], 0, %1;" :: "l"(at_map), "r"(1));
+asm volatile("tensormap.replace.tile.element_stride.shared::cta.b1024.b32 [%0], 1, %1;" :: "l"(at_map), "r"(1));
+asm volatile("tensormap.replace.tile.interleave_layout.shared::cta.b1024.b32 [%0], 0;" :: "l"(at_map));
+asm volatile("tensormap.replace.tile.swizzle_mode.shared::cta.b1024.b32 [%0], 2;" :: "l"(at_map));
+asm volatile("tensormap.replace.tile.fill_mode.shared::cta.b1024.b32 [%0], 0;" :: "l"(at_map));
+"""
+FENCE = 'asm volatile("fence.proxy.tensormap::generic.acquire.gpu [%0], 128;" :: "l"(out) : "memory");'
+
+
+def load_by_made_map(others: str, copied: str = "0", fence: str = FENCE) -> np.ndarray:
+    """Return the tile of 8 x 16 at row 2, column 16 that a kernel loads by the map that it makes: 5 rows from row 1."""
+    x = np.arange(8 * 64, dtype=np.float32).reshape(8, 64)
+    body = MADE.replace("OTHERS", others).replace("COPY", copied).replace("FENCE", fence)
+    result = run(
+        START + body,
+        {"x": x},
+        {"y": ((8, 16), "float32"), "out": ((128,), "uint8")},
+        parameters="const float* x, const __grid_constant__ CUtensorMap given, u8* out, float* y",
+        args=("x", TensorMap("x", "float32", (8, 64), (256, 4), (8, 16), 64), "out", "y"),
+        dynamic=4096,
+        threads=32,
+    )
+    return result.outputs["y"]
+
+
+def test_a_map_that_a_kernel_makes() -> None:
+    """From zeros, and from a given map with another begin and height. Rows of 64 bytes are swizzled."""
+    x = np.arange(8 * 64, dtype=np.float32).reshape(8, 64)
+    expected = np.zeros((8, 16), np.float32)
+    expected[:3] = x[3:6, 16:32]
+    rows, chunks = np.meshgrid(np.arange(8), np.arange(4), indexing="ij")
+    swizzled = np.zeros_like(expected).reshape(8, 4, 4)
+    swizzled[rows, chunks ^ rows // 2 % 4] = expected.reshape(8, 4, 4)
+    for others, copied in ((OTHERS, "0"), ("", "((const u32*)&given)[threadIdx.x]")):
+        assert np.array_equal(load_by_made_map(others, copied), swizzled.reshape(8, 16))
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "error", "message"),
+    [
+        (".b32 [%0], 7;", ".b32 [%0], 8;", UnsupportedError, "sets .elemtype to another value than 0, 1, 2"),
+        (
+            "fill_mode.shared::cta.b1024.b32 [%0], 0",
+            "fill_mode.shared::cta.b1024.b32 [%0], 1",
+            UnsupportedError,
+            "fill_",
+        ),
+        ('"l"(256ull)', '"l"(250ull)', KernelFaultError, "a stride of 250 bytes; strides are multiples of 16"),
+        (
+            '.b32 [%0], 1;" :: "l"(at_map));  //',
+            '.b32 [%0], 2;" :: "l"(at_map));  //',
+            KernelFaultError,
+            "kernel made: shape",
+        ),
+        (FENCE, "", KernelFaultError, r"used without a fence\.proxy\.tensormap::generic\.acquire"),
+        ('"l"(at_map), "r"(16)', '"l"(at_map + 4), "r"(16)', KernelFaultError, "not a multiple of 64"),
+    ],
+)
+def test_a_made_map_that_is_wrong(before: str, after: str, error: type[Exception], message: str) -> None:
+    assert (OTHERS + FENCE).count(before) == 1
+    with pytest.raises(error, match=message):
+        load_by_made_map(OTHERS.replace(before, after), fence=FENCE.replace(before, after))
+
+
+def test_strides_in_old_ptx_have_a_unit_that_is_not_known() -> None:
+    stride = "tensormap.replace.tile.global_stride.global.b1024.b64 [%rd1], 0, %rd1;"
+    head = ".target sm_90a\n.address_size 64\n.visible .entry k()\n{\n.reg .b64 %rd<2>;\nret;\n"
+    load_module(f".version 8.6\n{head}{stride}\n}}\n")
+    with pytest.raises(UnsupportedError, match=r"PTX 8\.5: up to 8\.5, compilers differ"):
+        load_module(f".version 8.5\n{head}{stride}\n}}\n")

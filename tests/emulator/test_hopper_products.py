@@ -135,6 +135,47 @@ def test_other_8_bit_floats(kinds: str) -> None:
     assert np.allclose(result, values[0][a] @ values[1][b].T, rtol=1e-5, atol=1e-3)
 
 
+HALVES_STORE = """
+for (int r = 0; r < N / 4; ++r)  // two neighbours of a row in each register
+  for (int half = 0; half < 2; ++half) {
+    int row = threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4 + r % 2 * 8, column = r / 2 * 8 + threadIdx.x % 4 * 2 + half;
+    y[row * N + column] = (unsigned short)(d[r] >> 16 * half);
+  }
+"""
+
+
+@pytest.mark.parametrize(("n", "shape", "kind"), [(8, "k16", "f16"), (24, "k16", "f16"), (16, "k32", "e4m3")])
+def test_sums_in_float16(n: int, shape: str, kind: str) -> None:
+    """The second product adds to the first; each instruction rounds its sums. Large ones become infinite."""
+    a, b = codes(64, 32), codes(n, 32)
+    left, right = E4M3_VALUES[a], E4M3_VALUES[b]
+    if kind == "f16":
+        left, right = (RNG.standard_normal((m, 16)).astype(np.float16) for m in (64, n))
+        left[5] *= 250
+        right[3] *= 250
+        a, b = left.view(np.uint8), right.view(np.uint8)
+    tail = ", 1, 1, 0, 0" if kind == "f16" else ", 1, 1"
+    product = "mma(d, descriptor(sa, 128, 256, 0), descriptor(sb, 128, 256, 0), {});"
+    body = PLAIN + f"u32 d[N / 4]; mma_fence(); {product.format(0)} {product.format(1)} mma_commit(); mma_wait<0>();"
+    result = run(
+        "extern __shared__ __align__(1024) u8 s[];\n" + body + HALVES_STORE,
+        {"a": a, "b": b},
+        {"y": ((64, n), "uint16")},
+        parameters="const u8* a, const u8* b, unsigned short* y",
+        args=("a", "b", "y"),
+        before=f"constexpr int N = {n};\n" + wgmma("mma", n, shape, f"f16.{kind}.{kind}", tail=tail),
+        dynamic=32768,
+    )
+    exact = left.astype(np.float32) @ right.astype(np.float32).T
+    with np.errstate(over="ignore"):
+        once = exact.astype(np.float16)
+        expected = (once.astype(np.float32) + exact).astype(np.float16)
+    got = result.outputs["y"].view(np.float16)
+    np.testing.assert_array_max_ulp(got, expected, 1)  # NumPy's sums may be in another order
+    assert (got == expected).mean() > 0.99
+    assert np.isinf(got).any() == (kind == "f16")
+
+
 TURNED = """
 __shared__ u64 bar;
 u8 *sa = s, *sb = s + 64 * 128;

@@ -12,7 +12,9 @@ from greenfast.spec.kernel import MAP_BYTES
 #: Instructions that compute a predicate from values.
 _COMPARES = ("setp", "testp", "isspacep")
 #: Instructions without a destination as first operand.
-_NO_RESULT = ("st", "red", "bra", "brx", "bar", "barrier", "ret", "exit", "call", "fence", "membar", "nanosleep")
+_NO_RESULT = (
+    *("st", "red", "bra", "brx", "bar", "barrier", "ret", "exit", "call", "fence", "membar", "nanosleep", "tensormap"),
+)
 #: Instructions after which an address is still one.
 _KEEPS_ADDRESS = ("mov", "cvta", "add", "sub", "mad", "selp")
 
@@ -64,6 +66,8 @@ def find_written_pointers(function: Function) -> set[str]:
         if i.name in ("st", "red", "atom", "cp", "multimem"):
             addressed = i.operands[1:2] if i.name == "atom" else i.operands[:1]
             written.update(*(held.get(name, ()) for operand in addressed for name in _registers(operand)))
+        if i.name == "tensormap":  # the memory of the map, and what a store by it may write
+            written.update(*(held.get(name, ()) for operand in i.operands for name in _registers(operand)))
         if i.name == "cp" and "tensor" in i.parts and i.parts.index("global") < len(i.parts) - 1:
             written |= {parameter.name for parameter in function.params if parameter.size == MAP_BYTES}
     return written

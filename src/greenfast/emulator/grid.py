@@ -89,6 +89,10 @@ class HostOperation(Protocol):
         """Run it. Return the buffers that it wrote. Raises KernelFaultError and UnsupportedError."""
 
 
+#: Its values are bytes. For old compilers, CUTLASS (before CUDA 12.5) and Triton (up to PTX 8.5) divide them by 16.
+_STRIDE = "tensormap.replace.tile.global_stride"
+
+
 @lru_cache(maxsize=32)
 def load_program(ptx: str, entry: str) -> tuple[Module, Program]:
     """Return the parsed module and the kernel's program. An unknown instruction raises when it is executed.
@@ -105,6 +109,9 @@ def load_module(ptx: str) -> Module:
     # Headers with instruction wrappers (of the toolkit, this project and Triton): messages name their callers.
     folders = (*include_dirs(), KERNEL_DIR / "ptx")
     library = [f"{path}/" for folder in folders for path in (folder, folder.resolve())]  # NVRTC follows links
+    version = re.search(r"\.version\s+(\d+)\.(\d+)", ptx)
+    if version is not None and (int(version[1]), int(version[2])) <= (8, 5) and _STRIDE in ptx:
+        raise UnsupportedError(f"{_STRIDE} in PTX {version[1]}.{version[2]}: up to 8.5, compilers differ in its unit")
     return parse(ptx, (*library, "triton/language/"))
 
 

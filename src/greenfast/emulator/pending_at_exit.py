@@ -311,7 +311,8 @@ def _implied(key: _Key, outcome: bool) -> Iterator[tuple[_Key, bool]]:
 
 def _defined(i: Instruction) -> Iterator[str]:
     """Return the registers that an instruction may define."""
-    if i.name not in ("st", "red", "bra", "brx", "bar", "barrier", "ret", "exit", "fence", "membar") and i.operands:
+    nothing = ("st", "red", "bra", "brx", "bar", "barrier", "ret", "exit", "fence", "membar", "tensormap")
+    if i.name not in nothing and i.operands:
         first = i.operands[0]
         for operand in first.items if isinstance(first, Vector) else (first,):
             if isinstance(operand, Register):

@@ -17,6 +17,7 @@ from greenfast.emulator.instructions import (
     convert,
     fences,
     fragments,
+    map_fields,
     mbarrier,
     moves,
     subroutines,
@@ -68,6 +69,7 @@ BUILDERS: dict[str, Callable[[Instruction], Operation]] = {
     **wmma.BUILDERS,
     **cluster.BUILDERS,
     **fences.BUILDERS,
+    **map_fields.BUILDERS,
     "call": call,
 }
 #: Instructions that order memory accesses or advise: every access here takes effect at once, so nothing is to be done.
@@ -77,7 +79,7 @@ REPLACED = ("brx",)
 CONTROL = ("bra", "ret", "exit", "bar", "barrier", "trap", "brkpt", *JUMPS)
 
 #: Instructions through which warps communicate, or with an effect that depends on the order of the warps.
-_ORDERED = ("atom", "red", "mbarrier", "wgmma", "call", "mapa", "getctarank", *JUMPS)
+_ORDERED = ("atom", "red", "mbarrier", "wgmma", "call", "mapa", "getctarank", "tensormap", *JUMPS)
 _MEMORY = ("ld", "ldu", "st", "cp", "wmma")
 #: The smallest access in bytes, for programs without accesses below a word.
 _WORD = 4

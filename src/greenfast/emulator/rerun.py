@@ -20,7 +20,9 @@ _FILLS = (0xFF, 0x00, 0x3F, 0x7E)
 #: Further ones for kernels that take other branches for other bytes: small numbers of both signs.
 _MORE_FILLS = (0x80, 0x01)
 #: Instructions with an effect that other threads may notice.
-_NOTICED = frozenset({"st", "atom", "red", "bar", "barrier", "cp", "mbarrier", "wgmma", "call", "stmatrix"})
+_NOTICED = frozenset(
+    {"st", "atom", "red", "bar", "barrier", "cp", "mbarrier", "wgmma", "call", "stmatrix", "tensormap"}
+)
 
 
 @dataclass

@@ -247,7 +247,7 @@ def copy_by_descriptors(
     here.store([i, j], there.load([i, j]) * 2)
 
 
-@launched(copy_by_descriptors, grid=(2, 2), refused="tensormap.replace", BM=16, BN=32)
+@launched(copy_by_descriptors, grid=(2, 2), BM=16, BN=32)
 def tensor_descriptors_made_by_the_kernel(rng: Rng) -> Args:
     x = rng.standard_normal((30, 64)).astype(F32)
     return x, Out(x * 2), I32(30), I32(64)

@@ -12,8 +12,9 @@ from greenfast.emulator.instructions.operands import reader
 from greenfast.emulator.machine.blocks import ThreadSet, lane_indices
 from greenfast.emulator.machine.memory import CHUNK, OUTSIDE, PARAM_BASE, UNWRITTEN, window
 from greenfast.emulator.machine.state import ResidentBlocks
-from greenfast.emulator.machine.tensormap import BoundMap, decode, swizzled
+from greenfast.emulator.machine.tensormap import BoundMap, check_replaced, decode, swizzled
 from greenfast.emulator.ptx.syntax import Address, Instruction, Operand
+from greenfast.spec.errors import UsageError
 from greenfast.spec.kernel import MAP_ALIGNMENT, MAP_BYTES
 
 Offsets = NDArray[np.int64]
@@ -73,6 +74,10 @@ def _map_at(m: ResidentBlocks, address: int, lane: int) -> BoundMap:
         raise m.limit(f"{reason}TensorMap, in a Struct too, or as --arg map:...)", lane)
     if space == "global":
         m.races.require_tensormap_fence(start, lane)
+    try:
+        check_replaced(memory.data[start : start + MAP_BYTES].tobytes())
+    except UsageError as e:
+        raise m.fault(str(e), lane) from None
     return tensor
 
 

@@ -19,7 +19,7 @@ from greenfast.emulator.ptx.syntax import Immediate, Instruction
 
 #: Instructions of a whole warp, and which of their operands names the threads that take part (None: all).
 _OF_WARPS = {"shfl": -1, "vote": -1, "redux": -1, "elect": -1, "match": -1, "mma": None, "wmma": None}
-_OF_WARPS |= {"ldmatrix": None, "stmatrix": None, "movmatrix": None}
+_OF_WARPS |= {"ldmatrix": None, "stmatrix": None, "movmatrix": None, "tensormap": None}
 _WARPGROUP = 4
 _ALL = 0xFFFFFFFF
 _BITS = np.uint32(1) << np.arange(WARP, dtype=np.uint32)

@@ -2,9 +2,10 @@
 
 Facts: PTX ISA, "Asynchronous Warpgroup Level Matrix Instructions".
 
-A product is computed at its issue, exactly and with float32 sums. The hardware adds 8-bit products with fewer bits
-(about 14 of significand), which is not modelled. Until a wgmma.wait_group covers the product, its accumulators must not
-be read or written, its A registers not written, and its shared-memory operands not overwritten.
+A product is computed at its issue, exactly and with float32 sums; with float16 accumulators, each instruction rounds
+its sums once. The hardware adds 8-bit products with fewer bits (about 14 of significand), which is not modelled. Until
+a wgmma.wait_group covers the product, its accumulators must not be read or written, its A registers not written, and
+its shared-memory operands not overwritten.
 """
 
 from __future__ import annotations
@@ -151,7 +152,8 @@ class _WgmmaForm:
             or self.b not in BITS
             or (self.size > 1 and self.a != self.b)
             or integer != (self.b in ("s8", "u8"))
-            or self.out != ("s32" if integer else "f32")
+            or self.out
+            not in (("s32",) if integer else ("f32", "f16") if self.a in ("f16", "e4m3", "e5m2") else ("f32",))
             or k * self.size != 32
             or self.n % 8
         ):
@@ -159,8 +161,9 @@ class _WgmmaForm:
         self.saturates = "satfinite" in i.parts
         self.k = k
         d, a, b, scale, *remainder = i.operands
-        if not isinstance(d, Vector) or len(d.items) != self.n // 2:
-            raise unsupported(i, f"has no {self.n // 2} accumulator registers")
+        count = self.n // (4 if self.out == "f16" else 2)
+        if not isinstance(d, Vector) or len(d.items) != count:
+            raise unsupported(i, f"has no {count} accumulator registers")
         self.d = [_name(r, i) for r in d.items]
         self.a_registers = [_name(r, i) for r in a.items] if isinstance(a, Vector) else []
         if isinstance(a, Vector) and len(a.items) != 4:
@@ -230,18 +233,32 @@ def multiply(i: Instruction) -> Operation:
 def _accumulate(
     m: ResidentBlocks, form: _WgmmaForm, lanes: ThreadSet, product: Values, adds: Values, blocks: int
 ) -> None:
-    dtype = parse_dtype(form.out)
+    dtype = np.dtype(np.float32) if form.out == "f16" else parse_dtype(form.out)
     result: Values = product.astype(dtype)  # sums of 32 products of 8-bit integers are exact in float32
     if adds.any():
-        held = _fragment([cast(m.register(name)[lanes], dtype) for name in form.d], blocks)
+        held = _fragment(_read_accumulators(m, form, lanes), blocks)
         if form.saturates:
             limits = np.iinfo(np.int32)
             total = np.clip(result.astype(np.int64) + held, limits.min, limits.max).astype(np.int32)
         else:
             total = held + result
         result = total if adds.all() else np.where(adds[:, None, None], total, result)
-    for name, values in zip(form.d, _registers(result, blocks), strict=True):
+    rows = _registers(result, blocks)
+    if form.out == "f16":  # register r has elements 2r and 2r + 1
+        with np.errstate(over="ignore"):
+            halves = rows.astype(np.float16).view(np.uint16).astype(np.uint32)
+        rows, dtype = halves[0::2] | halves[1::2] << 16, np.dtype(np.uint32)
+    for name, values in zip(form.d, rows, strict=True):
         m.register(name).view(dtype)[lanes] = values
+
+
+def _read_accumulators(m: ResidentBlocks, form: _WgmmaForm, lanes: ThreadSet) -> list[Values]:
+    """Return the elements of D of each thread, in their order."""
+    if form.out != "f16":
+        return [cast(m.register(name)[lanes], parse_dtype(form.out)) for name in form.d]
+    words = [np.ascontiguousarray(cast(m.register(name)[lanes], np.dtype(np.uint32))) for name in form.d]
+    halves = [word.view(np.float16).reshape(-1, 2).astype(np.float32) for word in words]
+    return [half[:, n] for half in halves for n in range(2)]
 
 
 def _check_fences(m: ResidentBlocks, form: _WgmmaForm, lanes: ThreadSet) -> None:

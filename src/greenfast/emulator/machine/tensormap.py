@@ -17,11 +17,19 @@ from greenfast.emulator.machine.memory import GlobalMemory
 from greenfast.spec.errors import UsageError
 from greenfast.spec.kernel import MAP_BYTES, TensorMap
 
-#: The encoded form of a map: the tensor's address, a mark, rank, element size, swizzle, shape, strides, box. The form
-#: that a GPU's driver writes is not documented; its first field is the address too.
-_FORM = struct.Struct("<Q8s3B5x5Q5Q5H")
+#: The encoded form of a map: the tensor's address, a mark, rank, element size, swizzle, shape, strides, box, steps
+#: between elements. The form that a GPU's driver writes is not documented; its first field is the address too.
+_FORM = struct.Struct("<Q8s3B5x5Q5Q5H5B")
+#: The place of a field of tensormap.replace in that form, and its NumPy type. Fields by dimension are arrays.
+FIELDS = {
+    **{"global_address": (0, "<u8"), "rank": (16, "u1"), "elemtype": (17, "u1"), "swizzle_mode": (18, "u1")},
+    **{"global_dim": (24, "<u8"), "global_stride": (72, "<u8"), "box_dim": (104, "<u2"), "element_stride": (114, "u1")},
+}
+#: The place and the bytes of the mark, and the place of the innermost stride: the element's size.
+MARK, ELEMENT = (8, b"gf_map\0\3"), 64
 #: CUTLASS clears bit 21 of the second word of a map over a small tensor, so the mark does not have it ("_" for "-").
-_MARK = b"gf_map\0\3"
+_MARK = MARK[1]
+_MADE = "a tensor map that the kernel made"
 _LONGEST_BOX, _MOST_DIMENSIONS = 256, 5
 
 
@@ -103,7 +111,7 @@ def encode(tensor: BoundMap, base: int) -> bytes:
         return [*extents, *[0] * (_MOST_DIMENSIONS - len(extents))]
 
     sizes = (len(tensor.shape), tensor.item, tensor.swizzle)
-    extents = (*five(tensor.shape), *five(tensor.strides), *five(tensor.box))
+    extents = (*five(tensor.shape), *five(tensor.strides), *five(tensor.box), *[1] * _MOST_DIMENSIONS)
     return _FORM.pack(base + tensor.start, _MARK, *sizes, *extents).ljust(MAP_BYTES, b"\0")
 
 
@@ -114,6 +122,20 @@ def decode(data: bytes, base: int) -> BoundMap | None:
         return None
     shape, strides, box = (tuple(extents[n : n + rank]) for n in range(0, 15, _MOST_DIMENSIONS))
     return BoundMap(start=address - base, item=item, shape=shape, strides=strides, box=box, swizzle=swizzle)
+
+
+def check_replaced(data: bytes) -> None:
+    """Check a map whose fields a kernel wrote. Raises UsageError for one that a driver would reject."""
+    _, _, rank, item, swizzle, *extents = _FORM.unpack_from(data)
+    if not 1 <= rank <= _MOST_DIMENSIONS or item not in (1, 2, 4, 8):
+        raise UsageError(f"{_MADE}: {rank} dimensions, elements of {item} bytes")
+    shape, strides, box, steps = (tuple(extents[n : n + rank][::-1]) for n in range(0, 20, _MOST_DIMENSIONS))
+    if min(shape) < 1 or set(steps) != {1}:
+        raise UsageError(f"{_MADE}: shape {shape}, element strides of {steps}; they are 1 here")
+    try:
+        lay_out(TensorMap("", f"u{item}", shape, strides, box, swizzle))
+    except UsageError as e:
+        raise UsageError(f"{_MADE}: {str(e).partition(': ')[2]}") from None
 
 
 def _refused(layout: TensorMap, why: str) -> UsageError:

@@ -260,9 +260,16 @@ FORMS: dict[str, tuple[str, ...]] = {
     ),
     "wgmma": (
         "fence sync aligned", "commit_group sync aligned", "wait_group sync aligned",
-        f"mma_async sync aligned {_WIDE} f32 f16 f16", f"mma_async sync aligned {_WIDE} f32 bf16 bf16",
-        f"mma_async sync aligned {_SHORT} f32 tf32 tf32", f"mma_async sync aligned {_LONG} f32 {_FLOAT8} {_FLOAT8}",
+        f"mma_async sync aligned {_WIDE} f32|f16 f16 f16", f"mma_async sync aligned {_WIDE} f32 bf16 bf16",
+        f"mma_async sync aligned {_SHORT} f32 tf32 tf32", f"mma_async sync aligned {_LONG} f32|f16 {_FLOAT8} {_FLOAT8}",
         f"mma_async sync aligned {_LONG} satfinite? s32 s8|u8 s8|u8",
+    ),
+    "tensormap": (
+        "replace tile global_address global|shared:cta? b1024 b64",
+        "replace tile rank|box_dim|global_dim|element_stride global|shared:cta? b1024 b32",
+        "replace tile global_stride global|shared:cta? b1024 b64",
+        "replace tile elemtype|interleave_layout|swizzle_mode|swizzle_atomicity|fill_mode global|shared:cta? b1024 b32",
+        f"cp_fenceproxy global shared:cta tensormap:generic release {_SCOPES} sync aligned",
     ),
     "setmaxnreg": ("inc|dec sync aligned u32",),
     "griddepcontrol": ("wait|launch_dependents",),
@@ -339,7 +346,11 @@ def _products(parts: frozenset[str]) -> tuple[int, int]:
         return (1, 1) if "wait_group" in parts else (0, 0)
     if "s32" in parts:
         return 4, 4
-    return (7, 8) if not parts.isdisjoint({"f16", "bf16"}) else (6, 6)
+    return (7, 8) if not parts.isdisjoint({"f16", "bf16"}) and parts.isdisjoint({"e4m3", "e5m2"}) else (6, 6)
+
+
+#: Fields of tensormap.replace with a value for each dimension.
+_MAP_ARRAYS = frozenset({"box_dim", "global_dim", "global_stride", "element_stride"})
 
 
 def _policies(parts: frozenset[str]) -> tuple[int, int]:
@@ -385,6 +396,7 @@ def _count_operands(name: str, parts: frozenset[str]) -> tuple[int, int]:
         "bar": _barriers,
         "barrier": _barriers,
         "wgmma": _products,
+        "tensormap": lambda p: (3, 3) if p & {"cp_fenceproxy", *_MAP_ARRAYS} else (2, 2),
         "createpolicy": _policies,
         "cvt": _conversions,
     }
