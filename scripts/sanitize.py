@@ -27,6 +27,7 @@ from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 
@@ -35,6 +36,7 @@ from greenfast.device.gpu_session import GpuSession
 from greenfast.device.session import Executable, KernelImage
 from greenfast.judge.report.formatting import table
 from greenfast.kernels import HEAD_DIMS
+from greenfast.kernels.quantize import qkv
 from greenfast.spec.arch import Target
 from greenfast.spec.kernel import KernelSource, Launch
 from greenfast.spec.problem import Case, OutputSpec
@@ -105,31 +107,42 @@ def _kept(precision: str, head_dim: int) -> None:
     greenfast.attention(codes, is_causal=True)
 
 
+#: Rows, and the choice of work for a block: of one head, then of several, as in longer sequences.
+_BLOCKS: tuple[tuple[int, dict[int, tuple[int, int, int]]], ...] = ((300, {}), (301, {0: (2, 2, 4)}))
+
+
 def _transform(head_dim: int) -> None:
     """Pairs of columns in one thread, in two threads and adjacent ones; norms of each head and over all heads."""
     import greenfast
 
     block: Any = greenfast.attention_block
-    q, k, v = (_randn(1, n, 300, head_dim) for n in (4, 2, 2))
-    for rope_dim, interleaved, heads in ((head_dim, False, ((), ())), (24, False, ((4,), (2,))), (24, True, ((), ()))):
-        block(
-            q, k, v, True, q_norm=_randn(*heads[0], head_dim), k_norm=_randn(*heads[1], head_dim),
-            rope=(_randn(300, rope_dim // 2), _randn(300, rope_dim // 2)), rope_dim=rope_dim,
-            rope_interleaved=interleaved,
-        )  # fmt: skip
+    for rows, shares in _BLOCKS:
+        q, k, v = (_randn(1, n, rows, head_dim) for n in (4, 2, 2))
+        for rope_dim, interleaved, heads in (
+            (head_dim, False, ((), ())), (24, False, ((4,), (2,))), (24, True, ((), ()))
+        ):  # fmt: skip
+            with patch.dict(qkv._SHARES, shares):
+                block(
+                    q, k, v, True, q_norm=_randn(*heads[0], head_dim), k_norm=_randn(*heads[1], head_dim),
+                    rope=(_randn(rows, rope_dim // 2), _randn(rows, rope_dim // 2)), rope_dim=rope_dim,
+                    rope_interleaved=interleaved,
+                )  # fmt: skip
 
 
 def _transform_of_heads(head_dim: int) -> None:
-    """LayerNorm of each head, then over all heads with tables of each head; two tiles of rows."""
+    """LayerNorm of each head, then over all heads with tables of each head."""
     import greenfast
 
     block: Any = greenfast.attention_block
-    q, k, v = (_randn(1, 3, 200, head_dim) for _ in range(3))
-    table = _randn(200, head_dim // 2)
-    of_heads = _randn(1, 200, 3, head_dim // 2).transpose(1, 2)
-    for shape, rope in (((), (table, table)), ((3,), (of_heads, of_heads))):
-        weight, bias = _randn(*shape, head_dim), _randn(*shape, head_dim)
-        block(q, k, v, norm="layer", q_norm=weight, k_norm=weight, q_norm_bias=bias, k_norm_bias=bias, rope=rope)
+    for rows, shares in _BLOCKS:
+        q, k, v = (_randn(1, 4, rows, head_dim) for _ in range(3))
+        table = _randn(rows, head_dim // 2)
+        of_heads = _randn(1, rows, 4, head_dim // 2).transpose(1, 2)
+        for shape, rope in (((), (table, table)), ((4,), (of_heads, of_heads))):
+            weight, bias = _randn(*shape, head_dim), _randn(*shape, head_dim)
+            options = dict(q_norm=weight, k_norm=weight, q_norm_bias=bias, k_norm_bias=bias, rope=rope)
+            with patch.dict(qkv._SHARES, shares):
+                block(q, k, v, norm="layer", **options)
 
 
 def _serve(head_dim: int, rows: int) -> None:
