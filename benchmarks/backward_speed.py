@@ -156,7 +156,7 @@ def make_masked_calls(tensors: Sequence[Tensor], lengths: Tensor | None) -> dict
     mask = make_mask(*limits, length, length, lengths=lengths is not None)
 
     def forward() -> Any:
-        return MASKED_KEPT(q, k, v, "int8", lengths, *limits, scale)
+        return MASKED_KEPT(q, k, v, "int8", lengths, None, *limits, scale)
 
     kept = out, lse, key_mean = forward()
     codes = quantized_backward.quantize(q, k, v, out, lse, key_mean, g, scale, lengths)

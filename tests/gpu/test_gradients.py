@@ -140,6 +140,20 @@ def test_masked_in_8_bits(options: dict[str, Any], sizes: Sizes, kind: str) -> N
         assert not mine.transpose(1, 2)[blind[min(i, 1)].expand(len(lengths), -1)].any()
 
 
+def test_keys_left_out_anywhere_in_8_bits() -> None:
+    """A mask (B, 1, 1, KV) gives the gradients of the same keys in another order, with lengths."""
+    inputs, grad = on_gpu("normal", Sizes(500, 700, 128, heads=4, kv_heads=2))
+    q, k, v, g = (x.repeat(2, 1, 1, 1) for x in (*inputs, grad))
+    mask = torch.rand(2, 1, 1, 700, device="cuda") < 0.6
+    hidden = ~mask.transpose(2, 3)
+    given = [q, k.masked_fill(hidden, float("nan")), v.masked_fill(hidden, float("nan"))]
+    found = gradients(lambda *x: sdpa(*x, mask, enable_gqa=True, precision="int8", backward="8bit"), given, g)
+    wanted = of_reference(g, q, k.masked_fill(hidden, 0), v.masked_fill(hidden, 0), 0, 128**-0.5, mask=mask)
+    for mine, exact in zip(found, wanted, strict=True):
+        assert error(mine, exact, g) < IN_8_BITS["normal"]
+    assert not any(x.masked_select(hidden).any() for x in found[1:])
+
+
 def test_compiled_and_zero_gradients_in_8_bits() -> None:
     inputs, grad = on_gpu("normal", SIZES_8_BITS[0])
     options = SIZES_8_BITS[0].options() | {"precision": "int8", "backward": "8bit"}

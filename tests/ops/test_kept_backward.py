@@ -73,6 +73,7 @@ def test_results_on_a_cpu_are_those_of_16_bits(
         {"is_causal": True, "causal_alignment": "lower_right"},
         {"kv_lengths": torch.tensor([0, 33])},
         {"kv_lengths": torch.tensor([1, 50]), "is_causal": True, "window": (9, 0)},
+        {"attn_mask": (torch.arange(100) % 3 > 0).view(2, 1, 1, 50)},
     ],
     ids=str,
 )
@@ -80,15 +81,19 @@ def test_windows_and_lengths(options: dict[str, Any]) -> None:
     """On a CPU: PyTorch's gradients with the same mask, exactly 0 for the padding, and no NaN from it."""
     q, k, v = (torch.cat([x, x.flip(2)]).detach().requires_grad_() for x in inputs())
     lengths = options.get("kv_lengths")
+    if "attn_mask" in options:
+        padding: Any = ~options["attn_mask"].view(2, 1, 50)
+    else:
+        padding = None if lengths is None else torch.arange(50) >= lengths.view(2, 1, 1)
     with torch.no_grad():
-        if lengths is not None:
-            padding = torch.arange(50) >= lengths.view(2, 1, 1)
+        if padding is not None:
             k.masked_fill_(padding.unsqueeze(-1), float("nan"))
             v.masked_fill_(padding.unsqueeze(-1), float("nan"))
     found = gradients([q, k, v], backward="8bit", **options)
     left, right = options.get("window", (-1, 0 if options.get("is_causal") else -1))
     alignment = 2 if "causal_alignment" in options else 1
-    mask = masked.MaskSpec(alignment, left, right, lengths).build_bool(40, 50, q.device)
+    mask = options.get("attn_mask", masked.MaskSpec(alignment, left, right, lengths).build_bool(40, 50, q.device))
+    mask = mask.expand(-1, -1, 40, -1)
     tensors = [x.detach().nan_to_num(0.0).double().requires_grad_() for x in (q, k, v)]
     attend: Any = torch.nn.functional.scaled_dot_product_attention
     out = attend(*tensors, attn_mask=mask, enable_gqa=True)
@@ -107,7 +112,7 @@ def test_the_operators_are_registered_as_pytorch_wants() -> None:
     kept = torch.ops.greenfast.sdpa_kept(q.detach(), k.detach(), v.detach(), "fp8", 1, 0.1, 8)
     call = (kept[0], q.detach(), k.detach(), v.detach(), *kept, 1, 0.1, 8)
     torch.library.opcheck(torch.ops.greenfast.sdpa_kept_backward.default, call)
-    limits = (torch.tensor([13], dtype=torch.int32), 1, 5, 0, 0.1)
+    limits = (torch.tensor([13], dtype=torch.int32), None, 1, 5, 0, 0.1)
     torch.library.opcheck(torch.ops.greenfast.masked_kept.default, (q, k, v, "fp8", *limits), test_utils=parts)
     kept = torch.ops.greenfast.masked_kept(q.detach(), k.detach(), v.detach(), "fp8", *limits)
     call = (kept[0], q.detach(), k.detach(), v.detach(), *kept, *limits)
@@ -138,13 +143,18 @@ def test_other_calls_are_refused_by_name() -> None:
     named = [x.detach() for x in (q, k, v)]
     for tensors, options, message in (
         (named, {"backward": "fp8"}, r"backward: 'fp8'; allowed are '16bit', '16bit_kept', '8bit', 'auto'"),
-        (named, {"attn_mask": torch.ones(40, 40).bool()}, "attn_mask, softcap, .*dropout and return_lse.*recomputes"),
-        (named, {"window": (3, 0), "softcap": 3.0}, "attn_mask, softcap, .*dropout and return_lse.*recomputes"),
-        (named, {"return_lse": True}, "attn_mask, softcap, .*dropout and return_lse.*recomputes"),
-        (named, {"backward": "16bit_kept", "window": (3, 0)}, r'recomputes the forward pass; backward="8bit" has them'),
+        (
+            named,
+            {"attn_mask": torch.ones(40, 40).bool()},
+            "with softcap, .*attn_mask other than.*recomputes",
+        ),
+        (named, {"window": (3, 0), "softcap": 3.0}, "with softcap, .*attn_mask other than.*recomputes"),
+        (named, {"return_lse": True}, "with softcap, .*attn_mask other than.*recomputes"),
+        (named, {"backward": "16bit_kept", "window": (3, 0)}, r'recomputes the forward pass; "8bit" has them'),
+        (named, {"attn_mask": torch.ones(1, 1, 1, 40).bool(), "is_causal": True}, "an attn_mask other than booleans"),
         ([q, k, v], {"kv_lengths": torch.tensor([3, 4])}, r"kv_lengths: .*\(1,\) is needed"),
         (named, {"precision": "fp8_token"}, "allowed are 'fp8', 'int8', 'int8_fine'"),
-        (named, {"backward": "16bit_kept", "softcap": 2.0}, "16bit_kept.*attn_mask, softcap"),
+        (named, {"backward": "16bit_kept", "softcap": 2.0}, "16bit_kept.*with softcap, sinks"),
         (
             [x.float() for x in named],
             {"backward": "16bit_kept"},
@@ -188,7 +198,8 @@ def test_explained_with_the_reason() -> None:
         (q, "auto", {"is_causal": True}, "8bit", "int8 and E4M3 products"),
         (short, "8bit", {}, "8bit", "int8 and E4M3 products"),
         (short, "auto", {}, "16bit", "may be shorter than 4096"),
-        (q, "auto", softcap, "16bit", "attn_mask, softcap, sinks"),
+        (q, "auto", softcap, "16bit", "with softcap, sinks"),
+        (q, "8bit", {"attn_mask": torch.empty(1, 1, 1, 4096, dtype=torch.bool, device="meta")}, "8bit", "int8 and"),
         (q, "8bit", {"window": (1024, 0)}, "8bit", "int8 and E4M3 products"),
         (q, "auto", {"window": (1024, 0)}, "16bit", "was not measured"),
         (q, "8bit", {"kv_lengths": torch.empty(1, dtype=torch.int32, device="meta")}, "8bit", "int8 and E4M3"),
@@ -206,7 +217,7 @@ def test_explained_with_the_reason() -> None:
         assert reason in explanation.backward_reason
         assert bool(reason) == ("backward" in str(explanation))
     others: list[tuple[Tensor, Any, str]] = [
-        (q, softcap, "attn_mask, softcap, sinks"),
+        (q, softcap, "with softcap, sinks"),
         (q.half(), {}, "bfloat16"),
         (q, {"rope": ()}, "block"),
     ]
@@ -242,7 +253,7 @@ def test_what_a_masked_training_step_launches(gpu: PretendedGpu, options: dict[s
     k, v = torch.randn(2, 2, 2, 200, 64).bfloat16()
     lengths = options.get("kv_lengths")
     lengths = None if lengths is None else lengths.to(torch.int32)
-    limits = (lengths, 1, *options.get("window", (-1, -1)), 0.1)
+    limits = (lengths, None, 1, *options.get("window", (-1, -1)), 0.1)
     for keys, counts in ((200, (3, 5)), (0, (0, 0))):
         tensors = (q, k[:, :, :keys], v[:, :, :keys])
         kept = cuda.masked_kept(*tensors, "int8", *limits)

@@ -607,16 +607,16 @@ def masked(
 
 
 def masked_kept(
-    query: Tensor, key: Tensor, value: Tensor, precision: str, kv_lengths: Tensor | None, alignment: int, left: int,
-    right: int, scale: float,
+    query: Tensor, key: Tensor, value: Tensor, precision: str, kv_lengths: Tensor | None, kv_rows: Tensor | None,
+    alignment: int, left: int, right: int, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """``torch.ops.greenfast.masked_kept`` of CUDA tensors. The log-sum-exp is as of ``sdpa_kept``.
 
     The mean of a sequence without keys is uninitialised.
     """
     out, (lse, *means) = _masked(
-        True, query, key, value, kv_lengths, None, None, None, None, None, precision, alignment, left, right, 0.0, 0.0,
-        scale,
+        True, query, key, value, kv_lengths, kv_rows, None, None, None, None, precision, alignment, left, right, 0.0,
+        0.0, scale,
     )  # fmt: skip
     if means:
         return out, lse, means[0]

@@ -51,7 +51,7 @@ _ARGUMENTS = (
     "Tensor? entries, Tensor? bits, str precision, int alignment, int window_left, int window_right, float softcap, "
     "float skip_threshold, float scale"
 )
-_KEPT_ARGUMENTS = "Tensor? kv_lengths, int alignment, int window_left, int window_right, float scale"
+_KEPT_ARGUMENTS = "Tensor? kv_lengths, Tensor? kv_rows, int alignment, int window_left, int window_right, float scale"
 _CODES_ARGUMENTS = (
     "Tensor query, Tensor key, Tensor value, Tensor query_scale, Tensor key_scale, Tensor value_scale, "
     "Tensor? kv_lengths, Tensor? sinks, Tensor? counts, Tensor? entries, Tensor? bits, str precision, int head_dim, "
@@ -289,6 +289,21 @@ def _read_mask(mask: Tensor, causal: int, q_len: Any, kv_len: Any, batch: Any) -
     return MaskSpec(lists=BlockMask.from_bool(mask.expand(*mask.shape[:2], q_len, kv_len)))
 
 
+def is_padding(mask: Any, causal: int, query: Any, key: Any) -> bool:
+    """Return whether a mask of ``sdpa`` is booleans (B or 1, 1, 1, KV), which leave out keys for all queries."""
+    return (
+        all([isinstance(x, Tensor) for x in (mask, query, key)])
+        and not causal
+        and mask.dtype == torch.bool
+        and mask.device == query.device
+        and mask.dim() == query.dim() == key.dim() == 4
+        and is_known(mask.shape[1] == 1)
+        and is_known(mask.shape[2] == 1)
+        and is_known(mask.shape[3] == key.shape[2])
+        and (is_known(mask.shape[0] == 1) or is_known(mask.shape[0] == query.shape[0]))
+    )
+
+
 def clear_padding(kept: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     """Return K and V with zeros for keys of the padding: 0 times NaN would be NaN, and blocks share scales.
 
@@ -486,40 +501,43 @@ def _backward_fake(
 
 
 def _masked_kept_cpu(
-    query: Tensor, key: Tensor, value: Tensor, precision: str, kv_lengths: Tensor | None, alignment: int,
-    window_left: int, window_right: int, scale: float,
+    query: Tensor, key: Tensor, value: Tensor, precision: str, kv_lengths: Tensor | None, kv_rows: Tensor | None,
+    alignment: int, window_left: int, window_right: int, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """``torch.ops.greenfast.masked_kept``: the output, the log-sum-exp of keys minus a vector, and this vector: 0."""
-    lists = (None, None, None, None, None)
+    lists = (None, None, None, None)
     limits = (alignment, window_left, window_right)
-    out, lse = _masked_cpu(query, key, value, kv_lengths, *lists, precision, *limits, 0.0, 0.0, scale)
+    out, lse = _masked_cpu(query, key, value, kv_lengths, kv_rows, *lists, precision, *limits, 0.0, 0.0, scale)
     mean_shape = (*key.shape[:2], pad_head_dim_size(query.shape[3]))
     return out, lse, query.new_zeros(mean_shape, dtype=torch.float32)
 
 
 def _masked_kept_gpu(
-    query: Tensor, key: Tensor, value: Tensor, precision: str, kv_lengths: Tensor | None, *limits: Any
-) -> Any:
-    check_once(check_masked, (query, key, value, kv_lengths, None, None, None, None, None), ())
-    return torch_ops.load_cuda().masked_kept(query, key, value, precision, kv_lengths, *limits)
+    query: Tensor, key: Tensor, value: Tensor, precision: str, kv_lengths: Tensor | None, kv_rows: Tensor | None,
+    *limits: Any,
+) -> Any:  # fmt: skip
+    check_once(check_masked, (query, key, value, kv_lengths, kv_rows, None, None, None, None), ())
+    return torch_ops.load_cuda().masked_kept(query, key, value, precision, kv_lengths, kv_rows, *limits)
 
 
 def _masked_kept_fake(
-    query: Tensor, key: Tensor, value: Tensor, precision: str, kv_lengths: Tensor | None, *limits: Any
-) -> tuple[Tensor, Tensor, Tensor]:
+    query: Tensor, key: Tensor, value: Tensor, precision: str, kv_lengths: Tensor | None, kv_rows: Tensor | None,
+    *limits: Any,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     mean_shape = (*key.shape[:2], pad_head_dim_size(query.shape[3]))
-    out, lse = _masked_fake(query, key, value, kv_lengths, None, None, None, None, None)
+    out, lse = _masked_fake(query, key, value, kv_lengths, kv_rows, None, None, None, None)
     return out, lse, query.new_empty(mean_shape, dtype=torch.float32)
 
 
 def _masked_kept_backward_cpu(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, key_mean: Tensor,
-    kv_lengths: Tensor | None, alignment: int, window_left: int, window_right: int, scale: float,
+    kv_lengths: Tensor | None, kv_rows: Tensor | None, alignment: int, window_left: int, window_right: int,
+    scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """``torch.ops.greenfast.masked_kept_backward`` of CPU tensors: the exact gradients, in float32."""
-    lists = (None, None, None, None, None)
+    lists = (None, None, None, None)
     limits = (alignment, window_left, window_right)
-    return _backward(grad, query, key, value, kv_lengths, *lists, "fp8", *limits, 0.0, 0.0, scale)[:3]
+    return _backward(grad, query, key, value, kv_lengths, kv_rows, *lists, "fp8", *limits, 0.0, 0.0, scale)[:3]
 
 
 def _masked_kept_backward_gpu(*args: Any) -> Any:

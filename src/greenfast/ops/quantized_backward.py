@@ -240,24 +240,29 @@ def sdpa_kept_backward(
     causal: as of ``torch.ops.greenfast.sdpa``. Several heads of Q may share one of K and V.
     """
     right = 0 if causal else -1
-    return masked_kept_backward(grad, query, key, value, out, lse, lse_mean, None, causal, -1, right, scale)
+    return masked_kept_backward(grad, query, key, value, out, lse, lse_mean, None, None, causal, -1, right, scale)
 
 
 def masked_kept_backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, lse_mean: Tensor,
-    kv_lengths: Tensor | None, alignment: int, left: int, right: int, scale: float,
+    kv_lengths: Tensor | None, kv_rows: Tensor | None, alignment: int, left: int, right: int, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Compute ``torch.ops.greenfast.masked_kept_backward`` of CUDA tensors: gradients with the inputs' strides.
 
-    kv_lengths, alignment, left, right: as of ``MaskSpec``.
+    kv_lengths, kv_rows, alignment, left, right: as of ``MaskSpec``; kv_rows names each key once.
     """
     by_query, by_key, by_value = (torch.empty_like(x) for x in (query, key, value))
     if not (query.numel() and key.numel()):
         return by_query.zero_(), by_key.zero_(), by_value.zero_()
+    rows = None if kv_rows is None else kv_rows.long()[:, None, :, None].expand_as(key)
+    if rows is not None:
+        key, value = key.gather(2, rows), value.gather(2, rows)
     g, q, k, v, o = (make_tma_compatible(x, unique_rows=True) for x in (grad, query, key, value, out))
     mask = kernels.make_mask(alignment, left, right, query.shape[2], key.shape[2], lengths=kv_lengths is not None)
     lengths = None if kv_lengths is None else kv_lengths.contiguous()
     dq, dk, dv = compute_gradients(g, q, k, v, o, lse.contiguous(), lse_mean.contiguous(), mask, scale, lengths)
+    if rows is not None:
+        return by_query.copy_(dq), by_key.scatter_(2, rows, dk), by_value.scatter_(2, rows, dv)
     return by_query.copy_(dq), by_key.copy_(dk), by_value.copy_(dv)
 
 

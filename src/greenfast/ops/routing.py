@@ -39,7 +39,7 @@ from greenfast.ops.canonicalize import (
     is_jagged,
 )
 from greenfast.ops.context_stack import ACTIVE, in_context_parallel
-from greenfast.ops.masked import NO_OPTIONS, TOKEN_MASKS, ScoreOptions, describe_mask, parse_options
+from greenfast.ops.masked import NO_OPTIONS, TOKEN_MASKS, ScoreOptions, describe_mask, is_padding, parse_options
 from greenfast.ops.parts import list_tensors
 from greenfast.ops.quantized import (
     BACKWARDS,
@@ -182,9 +182,11 @@ def explain(
     elif in_context_parallel():
         obstacle = "not inside a context_parallel"
     else:
-        plain = attn_mask is None and dropout_p == 0.0
+        plain, causal = dropout_p == 0.0, parse_causal(is_causal, causal_alignment)
         gpu = None if target is None else _parse_target(target)
-        chosen, obstacle = choose_backward(backward, query, key, value, plain, options, enable_gqa, precision, gpu)
+        chosen, obstacle = choose_backward(
+            backward, query, key, value, attn_mask, plain, options, causal, enable_gqa, precision, gpu
+        )  # fmt: skip
     if obstacle:
         if backward != "auto":
             return Explanation(TORCH, f'backward="{backward}": {obstacle}', "", TORCH)
@@ -196,37 +198,39 @@ def explain(
 
 
 def choose_backward(
-    backward: Backward, query: Any, key: Any, value: Any, plain: bool, options: ScoreOptions, enable_gqa: bool,
-    precision: str,
-    gpu: Target | None = None,
+    backward: Backward, query: Any, key: Any, value: Any, mask: Any, plain: bool, options: ScoreOptions, causal: int,
+    enable_gqa: bool, precision: str, gpu: Target | None = None,
 ) -> tuple[str, str]:  # fmt: skip
     """Return "8bit" or "16bit_kept", and the reason why a call of ``sdpa`` cannot have it, or an empty string.
 
-    backward: the choice itself, or "auto". plain: without attn_mask, dropout and a log-sum-exp. gpu: the target, by
-    default the query's device.
+    backward: the choice itself, or "auto". mask: attn_mask. plain: without dropout and a log-sum-exp. gpu: the target,
+    by default the query's device.
     """
     chosen: str = backward
     if backward == "auto":
         head_dim = query.shape[3] if isinstance(query, Tensor) and not query.is_nested and query.dim() == 4 else 0
         chosen = AUTO_BACKWARDS.get(head_dim, "8bit")
-    obstacle = _find_kept_obstacle(chosen == "8bit", query, key, value, plain, options, enable_gqa, precision, gpu)
+    masked, in_8_bits = mask is not None or options is not NO_OPTIONS, chosen == "8bit"
+    if mask is not None and not is_padding(mask, causal, query, key):
+        plain = False
+    obstacle = _find_kept_obstacle(in_8_bits, query, key, value, plain, masked, options, enable_gqa, precision, gpu)
     if not obstacle and backward == "auto":
-        obstacle = _find_unmeasured(query, key, options)
+        obstacle = _find_unmeasured(query, key, masked)
     return chosen, obstacle
 
 
 def _find_kept_obstacle(
-    in_8_bits: bool, query: Any, key: Any, value: Any, plain: bool, options: ScoreOptions, enable_gqa: bool,
-    precision: str, gpu: Target | None,
+    in_8_bits: bool, query: Any, key: Any, value: Any, plain: bool, masked: bool, options: ScoreOptions,
+    enable_gqa: bool, precision: str, gpu: Target | None,
 ) -> str:  # fmt: skip
     """Return what a call lacks for a backward pass with a kept forward pass, or an empty string."""
     if not plain or options.softcap or options.sinks is not None or options.skip_threshold:
         return (
-            "with attn_mask, softcap, sinks, skip_threshold, dropout and return_lse the backward pass recomputes the "
-            "forward pass"
+            "with softcap, sinks, skip_threshold, dropout, return_lse, and an attn_mask other than booleans "
+            "(B, 1, 1, KV), the backward pass recomputes the forward pass"
         )
-    if options is not NO_OPTIONS and not in_8_bits:
-        return 'with window and kv_lengths the backward pass recomputes the forward pass; backward="8bit" has them'
+    if masked and not in_8_bits:
+        return 'with window, kv_lengths and attn_mask the backward pass recomputes the forward pass; "8bit" has them'
     if precision not in PRECISIONS:
         allowed = ", ".join(map(repr, PRECISIONS))
         return f"with precision {precision!r} the backward pass recomputes the forward pass; allowed are {allowed}"
@@ -247,10 +251,10 @@ def _find_kept_obstacle(
     return ""
 
 
-def _find_unmeasured(query: Tensor, key: Tensor, options: ScoreOptions) -> str:
+def _find_unmeasured(query: Tensor, key: Tensor, masked: bool) -> str:
     """Return why "auto" recomputes the forward pass of such a call, or an empty string."""
-    if options is not NO_OPTIONS:
-        return "with window and kv_lengths a kept forward pass was not measured to be faster"
+    if masked:
+        return "with window, kv_lengths and attn_mask a kept forward pass was not measured to be faster"
     if is_certain(query.shape[2] >= LONG_BACKWARD) and is_certain(key.shape[2] >= LONG_BACKWARD):
         return ""
     return f"query or key may be shorter than {LONG_BACKWARD}, where a kept forward pass was not measured to be faster"

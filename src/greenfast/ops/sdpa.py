@@ -178,10 +178,10 @@ def sdpa(
     With softcap the backward pass is in float32, which is slower on a GPU.
     backward: "16bit" as above. "16bit_kept" keeps the output and the log-sum-exp of the forward pass instead of
     recomputing them. "8bit" also computes the five products of the backward pass in int8 and E4M3. Both are for
-    training on a Hopper GPU, (B, H, S, D), with causal masks, "8bit" for bfloat16 and D 64, 128 or 256, with ``window``
-    and ``kv_lengths`` too; docs/training.md has speed and errors. On a CPU their gradients are exact. "auto" is the
-    fastest for such calls with 4,096 queries and keys or more: "16bit_kept" at D 64, "8bit" at D 128 and 256. For
-    others, and with ``window`` and ``kv_lengths``, it is "16bit".
+    training on a Hopper GPU, (B, H, S, D), with causal masks. "8bit" takes bfloat16, D 64, 128 or 256, and also
+    ``window``, ``kv_lengths`` and booleans (B, 1, 1, KV). docs/training.md has speed and errors. On a CPU their
+    gradients are exact. "auto" is the fastest for such calls with 4,096 queries and keys or more: "16bit_kept" at D 64,
+    "8bit" at D 128 and 256. For others, and with other masks than causal ones, it is "16bit".
 
     Raises TypeError for wrong dtypes, flags and numbers, ValueError for shapes, devices and choices that do not fit,
     and NotImplementedError for masks that are added to scores, ``dropout_p``, other nested and sparse tensors, and head
@@ -212,10 +212,10 @@ def sdpa(
         check_choice("backward", backward, BACKWARDS)
         check_choice("precision", precision, SDPA_PRECISIONS)
         check_flag("return_lse", return_lse)
-        simple = attn_mask is None and parse_dropout(dropout_p) == 0.0 and not return_lse
+        simple = parse_dropout(dropout_p) == 0.0 and not return_lse
         kept = _sdpa_kept(
-            query, key, value, simple, options, parse_causal(is_causal, causal_alignment), scale, enable_gqa, precision,
-            backward,
+            query, key, value, attn_mask, simple, options, parse_causal(is_causal, causal_alignment), scale, enable_gqa,
+            precision, backward,
         )  # fmt: skip
         if kept is not None:
             return kept
@@ -291,16 +291,18 @@ def _cast_for_autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tenso
 
 
 def _sdpa_kept(
-    query: Tensor, key: Tensor, value: Tensor, simple: bool, options: ScoreOptions, causal: int, scale: float | None,
-    enable_gqa: bool, precision: AutoPrecision, backward: Backward,
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | BlockMask | None, simple: bool,
+    options: ScoreOptions, causal: int, scale: float | None, enable_gqa: bool, precision: AutoPrecision,
+    backward: Backward,
 ) -> Tensor | None:  # fmt: skip
     """Compute ``sdpa`` and keep what its backward pass needs. None if no gradient is required or "auto" keeps nothing.
 
-    simple: without attn_mask, dropout and a log-sum-exp. Raises NotImplementedError for other calls.
+    simple: without dropout and a log-sum-exp. Raises NotImplementedError for other calls.
     """
     check_flag("enable_gqa", enable_gqa)
     query, key, value = _cast_for_autocast(query, key, value)
-    chosen, obstacle = choose_backward(backward, query, key, value, simple, options, enable_gqa, precision)
+    arguments = (query, key, value, attn_mask, simple, options, causal, enable_gqa, precision)
+    chosen, obstacle = choose_backward(backward, *arguments)
     if obstacle and backward == "auto":
         return None
     if obstacle:
@@ -308,13 +310,13 @@ def _sdpa_kept(
     if not (torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))):
         return None
     factor = parse_scale(scale, query.shape[3])
-    spec = make_spec(None, causal, options, query.shape[2], key.shape[2], query.shape[0])
+    spec = make_spec(attn_mask, causal, options, query.shape[2], key.shape[2], query.shape[0])
     if spec is None:
         bits = 8 if chosen == "8bit" else 16
         out, *_ = torch_ops.SDPA_KEPT(query, key, value, precision, causal, factor, bits)
     else:
         limits = (spec.alignment, spec.left, spec.right)
-        out, *_ = MASKED_KEPT(query, key, value, precision, spec.kv_lengths, *limits, factor)
+        out, *_ = MASKED_KEPT(query, key, value, precision, spec.kv_lengths, spec.kv_rows, *limits, factor)
     return out  # type: ignore[no-any-return]
 
 
