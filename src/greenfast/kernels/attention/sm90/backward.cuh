@@ -524,6 +524,8 @@ __device__ __forceinline__ void backward_keys(const BackwardParams& p, const ptx
     ptx::warpgroup_reg_dealloc<Cfg::kProducerRegisters>();
     if (threadIdx.x % 128 != 0) return;
     constexpr int kHeadDim = Cfg::kHeadDim, kRows = kBackwardRows;
+    // Without a query no thread waits for K and V: a block must not end before its copies.
+    if ((Cfg::kCausal || Cfg::kRange) && first_tile >= stop_tile) return;
     shared.kv_full.arrive_expect(sizeof(shared.keys));
     for (int w = 0; w < Cfg::kConsumers; ++w) {
       load_rows<kHeadDim, kRows>(shared.keys[0][w], k_map, shared.kv_full, block_key + w * kRows, kv_head);
