@@ -141,6 +141,8 @@ def test_compiled_and_in_checkpoints() -> None:
 def test_other_calls_are_refused_by_name() -> None:
     q, k, v = inputs(40, 40)
     named = [x.detach() for x in (q, k, v)]
+    rows = [torch.randn(n, 2, 64).bfloat16() for n in (3, 5)]
+    jagged = torch.nested.nested_tensor(rows, layout=torch.jagged).transpose(1, 2)
     for tensors, options, message in (
         (named, {"backward": "fp8"}, r"backward: 'fp8'; allowed are '16bit', '16bit_kept', '8bit', 'auto'"),
         (
@@ -153,6 +155,7 @@ def test_other_calls_are_refused_by_name() -> None:
         (named, {"backward": "16bit_kept", "window": (3, 0)}, r'recomputes the forward pass; "8bit" has them'),
         (named, {"attn_mask": torch.ones(1, 1, 1, 40).bool(), "is_causal": True}, "an attn_mask other than booleans"),
         ([q, k, v], {"kv_lengths": torch.tensor([3, 4])}, r"kv_lengths: .*\(1,\) is needed"),
+        ([jagged] * 3, {}, r'jagged tensors .* recomputes the forward pass; "8bit" takes padding with kv_lengths'),
         (named, {"precision": "fp8_token"}, "allowed are 'fp8', 'int8', 'int8_fine'"),
         (named, {"backward": "16bit_kept", "softcap": 2.0}, "16bit_kept.*with softcap, sinks"),
         (
@@ -202,6 +205,7 @@ def test_explained_with_the_reason() -> None:
         (q, "8bit", {"attn_mask": torch.empty(1, 1, 1, 4096, dtype=torch.bool, device="meta")}, "8bit", "int8 and"),
         (q, "8bit", {"window": (1024, 0)}, "8bit", "int8 and E4M3 products"),
         (q, "auto", {"window": (1024, 0)}, "16bit", "was not measured"),
+        (q, "auto", {"is_causal": True, "causal_alignment": "lower_right"}, "8bit", "int8 and E4M3"),
         (q, "8bit", {"kv_lengths": torch.empty(1, dtype=torch.int32, device="meta")}, "8bit", "int8 and E4M3"),
         (q[..., :32], "auto", {}, "16bit", "must be bfloat16 tensors"),
         (q[..., :64], "auto", {}, "16bit_kept", "PyTorch's backward pass"),

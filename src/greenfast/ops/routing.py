@@ -215,7 +215,8 @@ def choose_backward(
         plain = False
     obstacle = _find_kept_obstacle(in_8_bits, query, key, value, plain, masked, options, enable_gqa, precision, gpu)
     if not obstacle and backward == "auto":
-        obstacle = _find_unmeasured(query, key, masked)
+        shifted = causal == 2 and not is_certain(query.shape[2] == key.shape[2])
+        obstacle = _find_unmeasured(query, key, masked or (in_8_bits and shifted))
     return chosen, obstacle
 
 
@@ -231,6 +232,8 @@ def _find_kept_obstacle(
         )
     if masked and not in_8_bits:
         return 'with window, kv_lengths and attn_mask the backward pass recomputes the forward pass; "8bit" has them'
+    if is_jagged(query, key, value):
+        return 'with jagged tensors the backward pass recomputes the forward pass; "8bit" takes padding with kv_lengths'
     if precision not in PRECISIONS:
         allowed = ", ".join(map(repr, PRECISIONS))
         return f"with precision {precision!r} the backward pass recomputes the forward pass; allowed are {allowed}"
@@ -252,9 +255,12 @@ def _find_kept_obstacle(
 
 
 def _find_unmeasured(query: Tensor, key: Tensor, masked: bool) -> str:
-    """Return why "auto" recomputes the forward pass of such a call, or an empty string."""
+    """Return why "auto" recomputes the forward pass of such a call, or an empty string.
+
+    masked: with another mask than a causal one from the first key.
+    """
     if masked:
-        return "with window, kv_lengths and attn_mask a kept forward pass was not measured to be faster"
+        return "with masks other than causal ones from the first key a kept forward pass was not measured to be faster"
     if is_certain(query.shape[2] >= LONG_BACKWARD) and is_certain(key.shape[2] >= LONG_BACKWARD):
         return ""
     return f"query or key may be shorter than {LONG_BACKWARD}, where a kept forward pass was not measured to be faster"
