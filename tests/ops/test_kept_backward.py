@@ -124,12 +124,13 @@ def test_the_operators_are_registered_as_pytorch_wants() -> None:
         grad.sum().backward()  # type: ignore[no-untyped-call]
 
 
-def test_compiled_and_in_checkpoints() -> None:
+@pytest.mark.parametrize("options", [{}, {"kv_lengths": torch.tensor([33]), "window": (9, 4)}], ids=str)
+def test_compiled_and_in_checkpoints(options: dict[str, Any]) -> None:
     tensors = inputs()
-    wanted = gradients(tensors, backward="8bit")
+    wanted = gradients(tensors, backward="8bit", **options)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Any:
-        return sdpa(q, k, v, enable_gqa=True, backward="8bit")
+        return sdpa(q, k, v, enable_gqa=True, backward="8bit", **options)
 
     for function in (compiled(attend, fullgraph=True, backend="aot_eager", dynamic=True), attend):
         for use_checkpoint in (False, True):
@@ -250,18 +251,28 @@ def test_what_a_training_step_launches(gpu: PretendedGpu, head_dim: int, launche
         assert len(gpu.launched()) == counts[1]
 
 
-@pytest.mark.parametrize("options", [{"window": (50, 0)}, {"kv_lengths": torch.tensor([120, 0])}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"window": (50, 0)},
+        {"kv_lengths": torch.tensor([120, 0])},
+        {"kv_lengths": torch.tensor([120, 0]), "kv_rows": torch.arange(200, dtype=torch.int32).flip(0).expand(2, 200)},
+    ],
+    ids=["window", "lengths", "rows"],
+)
 def test_what_a_masked_training_step_launches(gpu: PretendedGpu, options: dict[str, Any]) -> None:
     """Forward: the quantizer, the schedule and attention. Backward: as without a mask."""
-    q = torch.randn(2, 4, 300, 64).bfloat16()
-    k, v = torch.randn(2, 2, 2, 200, 64).bfloat16()
-    lengths = options.get("kv_lengths")
+    rows, lengths = options.get("kv_rows"), options.get("kv_lengths")
     lengths = None if lengths is None else lengths.to(torch.int32)
-    limits = (lengths, None, 1, *options.get("window", (-1, -1)), 0.1)
-    for keys, counts in ((200, (3, 5)), (0, (0, 0))):
+    q_len = 300 if rows is None else 301  # plans of equal calls are kept from one pretended GPU to the next
+    q = torch.randn(2, 4, q_len, 64).bfloat16()
+    k, v = torch.randn(2, 2, 2, 200, 64).bfloat16()
+    limits = (lengths, rows, 1, *options.get("window", (-1, -1)), 0.1)
+    cases = ((200, (3, 5)), (0, (0, 0))) if rows is None else ((200, (3, 5)),)
+    for keys, counts in cases:
         tensors = (q, k[:, :, :keys], v[:, :, :keys])
         kept = cuda.masked_kept(*tensors, "int8", *limits)
-        assert [tuple(x.shape) for x in kept] == [(*q.shape,), (2, 4, 300), (2, 2, 64)]
+        assert [tuple(x.shape) for x in kept] == [(*q.shape,), (2, 4, q_len), (2, 2, 64)]
         assert len(gpu.launched()) == counts[0]
         grads = quantized_backward.masked_kept_backward(torch.randn_like(q), *tensors, *kept, *limits)
         assert [x.shape for x in grads] == [x.shape for x in tensors]
