@@ -242,6 +242,9 @@ def test_a_program_that_cannot_run_is_refused_with_the_remedy(
     source.write_text('extern "C" int curandCreateGenerator(); int main() { return curandCreateGenerator(); }')
     assert main(["run", f"--nvcc=-L{tmp_path}", "--nvcc=-lcurand", str(source)]) == 3
     assert "uses cuRAND's host API (libcurand.so)" in capsys.readouterr().err
+    source.write_text("__global__ void k() { k<<<1, 1>>>(); } int main() {}")
+    assert main(["run", str(source)]) == 3
+    assert "dynamic parallelism" in capsys.readouterr().err
     assert main(["run", str(tmp_path / "missing")]) == 2
     assert "no such file" in capsys.readouterr().err
     assert main(["run", "--watch", "1:x", sys.executable]) == 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import textwrap
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from greenfast.emulator.triton import activate
 from greenfast.spec.errors import UnsupportedError, UsageError
 
 pytest_plugins = ["greenfast.emulator.pytest_plugin"]
-# mypy: disable-error-code="untyped-decorator, no-untyped-def, unused-ignore"
+# mypy: disable-error-code="untyped-decorator, no-untyped-def, no-untyped-call, attr-defined, unused-ignore"
 
 
 @triton.jit
@@ -81,6 +82,43 @@ def test_cuda_tensors_are_labelled_cpu_tensors(emulate_triton: Any) -> None:
     assert layer.weight.device.type == layer.weight.grad.device.type == "cuda"  # type: ignore[union-attr]
     with pytest.raises(UnsupportedError, match="CUDAGraph"):
         torch.cuda.CUDAGraph()
+
+
+def test_tensors_of_two_devices_are_refused_as_on_a_gpu(emulate_triton: Any) -> None:
+    x, host = torch.ones(10, device="cuda"), torch.ones(10)
+    for mix in (lambda: x + host, lambda: x.mul_(host), lambda: torch.cat([x, host]), lambda: host @ x):
+        with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
+            mix()
+    assert (x + torch.tensor(2.0)).is_cuda
+    assert x[torch.tensor([1])].is_cuda
+    assert x.copy_(host).is_cuda
+    copied = torch.as_tensor(host, device="cuda")
+    assert copied.is_cuda
+    assert not host.is_cuda
+    with pytest.raises(ValueError, match=r"Pointer argument \(at 1\) cannot be accessed from Triton \(cpu tensor\?\)"):
+        add[(1,)](x, host, x, 10, BLOCK=16)
+    add[(1,)](x, host.pin_memory(), x, 10, BLOCK=16)
+    assert x.tolist() == [2.0] * 10
+    with pytest.raises(RuntimeError, match=r"invalid argument \(a grid of \(1, 70000, 1\)"):
+        add[(1, 70000)](x, x, x, 10, BLOCK=16)
+    layer = torch.nn.Linear(10, 1)  # on the host
+    layer(host).sum().backward()
+    optimizer = torch.optim.Adam(layer.parameters())
+    optimizer.step()
+    assert not (layer.weight - layer.weight.grad.clone()).is_cuda  # type: ignore[union-attr]
+
+
+def test_threads_have_cuda_tensors_too(emulate_triton: Any) -> None:
+    x = torch.ones(10, device="cuda")
+
+    def run() -> torch.Tensor:
+        y = torch.empty(10, device="cuda")
+        add[(1,)](x, x, y, 10, BLOCK=16)
+        y.record_stream(torch.cuda.Stream())  # type: ignore[arg-type]
+        return y
+
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(run).result().tolist() == [2.0] * 10
 
 
 def test_pytorch_is_restored() -> None:
@@ -261,6 +299,9 @@ def test_run_of_a_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     report = json.loads(out)
     assert "caught" in err
     assert [(f["kind"], f["file"], f["line"]) for f in report["faults"]] == [("out-of-bounds", "mine.py", 7)]
+    script.write_text("import torch\ntorch.cuda.CUDAGraph()\n")
+    assert main(["run", str(script)]) == 3
+    assert "greenfast: torch.cuda.CUDAGraph is not emulated" in capsys.readouterr().err
     assert main(["run", str(tmp_path / "other.py")]) == 2
 
 

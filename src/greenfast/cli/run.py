@@ -160,6 +160,8 @@ def _run_script(args: argparse.Namespace, findings: Findings) -> RunReport:
         except GreenfastError as e:
             code, error = e.exit_code, str(e)
             _print_traceback(e)
+            if not any(fault.message in error for fault in activation.faults):  # no kernel's
+                print(f"\ngreenfast: {error}", file=sys.stderr)
         except Exception as e:
             if isinstance(e, ModuleNotFoundError) and e.name == "triton":
                 require("a script with Triton kernels", "triton")

@@ -87,6 +87,8 @@ def compile_program(
     if done.returncode:
         if (missing := _MISSING.search(done.stderr)) is not None:
             raise _make_refusal(source, missing[1], missing[2])
+        if "separate compilation mode" in done.stderr:
+            raise UnsupportedError(f"{source}: kernels that launch kernels (dynamic parallelism) are not emulated")
         hint = "\n(with --watch: its lines must be in kernels, its expressions valid there)" if watch else ""
         raise CompileError(f"nvcc cannot compile {source}:\n{(done.stderr or done.stdout).strip()}{hint}")
 

@@ -42,6 +42,10 @@ from greenfast.spec.kernel import KernelSource
 AUTOTUNE, BENCHMARKS = ("first", "all"), ("once", "skip")
 
 
+#: The largest grid of a GPU.
+_MAX_GRID = (2**31 - 1, 65535, 65535)
+
+
 class LaunchReport(msgspec.Struct, frozen=True, kw_only=True):
     """A launch that ran: kernel, grid in blocks, threads of a block, seconds, counts, formal findings.
 
@@ -151,6 +155,15 @@ class Activation:
         self, source: Any, metadata: Any, function: Any, grid: tuple[int, int, int], args: Any, scratch: Any
     ) -> None:
         """Run a launch, and raise KernelFaultError for a fault, or for a formal finding if these are failures."""
+        if min(grid) > 0 and any(n > limit for n, limit in zip(grid, _MAX_GRID, strict=True)):
+            limits = " x ".join(map(str, _MAX_GRID))
+            raise RuntimeError(f"Triton Error [CUDA]: invalid argument (a grid of {grid}; at most {limits})")
+        for number, value in enumerate(args):
+            if self.tensors is not None and isinstance(value, torch.Tensor):
+                with without_modes():
+                    is_accessible = self.tensors.mode.is_accessible(value)
+                if not is_accessible:
+                    raise ValueError(f"Pointer argument (at {number}) cannot be accessed from Triton (cpu tensor?)")
         try:
             with without_modes():
                 living = self.tensors.mode.find_addressed() if self.tensors is not None else ()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -121,6 +122,21 @@ _EMPTY = {
     *(torch.empty, torch.empty_like, torch.empty_strided, torch.empty_permuted),
     *(torch.Tensor.new_empty, torch.Tensor.new_empty_strided),
 }
+#: Names of functions that take tensors of one device. Numbers, tensors without dimensions, may be on another.
+_ONE_DEVICE = frozenset(
+    (
+        *("add", "sub", "subtract", "mul", "multiply", "div", "divide", "true_divide", "floor_divide", "remainder"),
+        *("fmod", "pow", "maximum", "minimum", "atan2", "lerp", "where", "addcmul", "addcdiv", "eq", "ne", "lt"),
+        *("le", "gt", "ge", "logical_and", "logical_or", "logical_xor", "bitwise_and", "bitwise_or", "bitwise_xor"),
+        *("masked_fill", "matmul", "mm", "bmm", "mv", "dot", "vdot", "outer", "addmm", "addmv", "addbmm", "baddbmm"),
+        *("einsum", "tensordot", "linear", "bilinear", "conv1d", "conv2d", "conv3d", "conv_transpose1d"),
+        *("conv_transpose2d", "conv_transpose3d", "cat", "concat", "stack", "hstack", "vstack", "dstack"),
+        *("embedding", "gather", "scatter", "scatter_add", "index_select", "index_add", "layer_norm", "rms_norm"),
+        *("batch_norm", "group_norm", "instance_norm", "cross_entropy", "nll_loss", "mse_loss", "l1_loss"),
+        *("smooth_l1_loss", "binary_cross_entropy", "kl_div", "cdist", "allclose", "isclose", "equal"),
+        *("scaled_dot_product_attention"),
+    )
+)
 #: Names of functions that write nothing to their arguments: properties, facts and views.
 _READING = frozenset(
     (
@@ -139,6 +155,8 @@ class LabelMode(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.labels = Labels()
+        #: CPU tensors in pinned memory.
+        self.pinned = Labels()
         #: Storages with addresses that were read, and their sizes, by address.
         self.addressed: dict[int, tuple[StorageWeakRef, int]] = {}
         #: What nothing has written of the tensors that torch.empty and the like made.
@@ -154,10 +172,9 @@ class LabelMode(TorchFunctionMode):
             torch.Tensor.cuda: lambda t, device=None, non_blocking=False, memory_format=None: self._move(t, _CUDA),
             torch.Tensor.cpu: lambda t, memory_format=None: self._move(t, _CPU),
             torch.Tensor.numpy: self._numpy,
-            torch.Tensor.pin_memory: lambda t, device=None: t.clone(),
-            torch.Tensor.is_pinned: lambda t, device=None: False,
+            torch.Tensor.pin_memory: self._pin,
+            torch.Tensor.is_pinned: lambda t, device=None: self.pinned.find(t) is not None,
             torch.Tensor.data_ptr: self._data_ptr,
-            torch.Tensor.record_stream: lambda t, stream: None,
         }
 
     def get_device(self, tensor: torch.Tensor) -> torch.device:
@@ -176,9 +193,16 @@ class LabelMode(TorchFunctionMode):
         device = parse_device(kwargs["device"]) if kwargs.get("device") is not None else None
         if device is not None and device.type == "cuda":
             kwargs["device"] = _CPU
-        if kwargs.get("pin_memory"):
+        is_pinned = bool(kwargs.get("pin_memory"))
+        if is_pinned:
             kwargs["pin_memory"] = False
+        if func.__name__.strip("_") in _ONE_DEVICE or func.__name__[:3] in ("__r", "__i"):
+            self._require_one_device((args, kwargs))
         result = func(*args, **kwargs)
+        if device is not None and _is_host(result) and self.labels.find(result) not in (None, device):
+            result = self._move(result, device)  # as_tensor gives its argument
+        if is_pinned and _is_host(result):
+            self.pinned.put(result, _CPU)
         if func in _EMPTY:
             self.unwritten.add(result)
         elif func.__name__ not in _READING:  # it may write to its arguments
@@ -196,11 +220,30 @@ class LabelMode(TorchFunctionMode):
         if not new:
             return
         if device is None:
-            given = [t for t in tree_iter((args, kwargs)) if _is_host(t)]
-            on_gpu = any(self.labels.get(t).type == "cuda" for t in given)
-            device = _CUDA if on_gpu else _CPU
+            given = {self.labels.find(t) for t in tree_iter((args, kwargs)) if _is_host(t)}
+            if None in given and _CUDA not in given:  # as of gradients, which no call made
+                return
+            device = _CUDA if _CUDA in given else _CPU
         for tensor in new:
             self.labels.put(tensor, device)
+
+    def _require_one_device(self, values: Any) -> None:
+        """Raise RuntimeError, as PyTorch does, for tensors of several devices."""
+        given = {self.labels.find(t) for t in tree_iter(values) if _is_host(t) and t.ndim}
+        if {_CPU, _CUDA} <= given:
+            raise RuntimeError(
+                "Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu!"
+            )
+
+    def _pin(self, tensor: torch.Tensor, device: Any = None) -> torch.Tensor:
+        result = tensor.clone()
+        for labels in (self.labels, self.pinned):
+            labels.put(result, _CPU)
+        return result
+
+    def is_accessible(self, tensor: torch.Tensor) -> bool:
+        """Return whether a kernel on the GPU can access a tensor: not one on the host, unless its memory is pinned."""
+        return self.labels.find(tensor) != _CPU or self.pinned.find(tensor) is not None
 
     def _to(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Do as Tensor.to: to a device, a dtype, both, or another tensor's device and dtype."""
@@ -359,6 +402,10 @@ def _refuse(name: str) -> Callable[..., Any]:
     return refuse
 
 
+#: What a new thread runs first, also of a class with a ``run`` of its own.
+_BEGIN = "_bootstrap_inner"
+
+
 def _ignore(*args: Any, **kwargs: Any) -> None:
     return None
 
@@ -400,6 +447,15 @@ class CudaTensors:
 
         return call
 
+    def _in_threads(self, begin: Callable[[Any], None]) -> Callable[[Any], None]:
+        """Return the begin of a thread with the mode, which PyTorch keeps for each thread."""
+
+        def run(thread: Any) -> None:
+            with self.mode:
+                begin(thread)
+
+        return run
+
     def _replacements(self) -> list[tuple[Any, dict[str, Any]]]:
         p, stream = self.properties, CudaStream()
         zero, seed = (lambda *_, **__: 0), (lambda value: torch.default_generator.manual_seed(int(value)))
@@ -426,6 +482,7 @@ class CudaTensors:
             **dict.fromkeys(("max_memory_reserved",), zero),
             **dict.fromkeys(("reset_peak_memory_stats", "empty_cache", "ipc_collect"), _ignore),
             "memory_stats": lambda device=None: {},
+            **dict.fromkeys(("memory_summary", "memory_snapshot"), lambda *_, **__: "no memory is counted here"),
             **dict.fromkeys(("manual_seed", "manual_seed_all"), seed),
             "seed": lambda: torch.default_generator.seed(),
             "seed_all": lambda: torch.default_generator.seed(),
@@ -450,6 +507,8 @@ class CudaTensors:
             (torch.cuda, cuda),
             (torch, {"Generator": _Generator, "compile": _eager}),
             (torch, {name: self._on_host(getattr(torch, name)) for name in ("from_numpy", "frombuffer")}),
+            (torch.Tensor, {"record_stream": _ignore}),  # its parser would refuse CudaStream
+            (threading.Thread, {_BEGIN: self._in_threads(getattr(threading.Thread, _BEGIN))}),
             (torch.version, {"cuda": "13.0"}),
             (torch._C, {"_cuda_getCurrentRawStream": zero}),
             (torch._C._dynamo.guards, {"_empty_strided_cuda": functools.partial(_empty_strided, device="cuda")}),
