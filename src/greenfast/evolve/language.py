@@ -267,7 +267,8 @@ def prompt(context: Context, strategy: str, faults: Sequence[str] = ()) -> str:
     if context.baseline is not None:
         sections.append(f"# To beat\n\n{_line(context.baseline)}")
     if context.best is not None:
-        sections.append(f"# Best so far\n\n{_line(context.best)}{_edits(context.best.candidate)}")
+        regions = (f"Its region {e.region}:\n\n```text\n{e.text}\n```" for e in context.best.candidate.edits)
+        sections.append("\n\n".join(["# Best so far", _line(context.best), *regions]))
     for name in STRATEGIES[strategy]:
         title, lines = _section(name, context)
         if lines:
@@ -325,10 +326,6 @@ def _fitness(e: Evaluation) -> str:
 def _behaviour(b: Descriptor) -> str:
     busiest = f"{b.pipe} busiest, " if b.pipe else ""
     return f"{busiest}{b.registers} registers, {b.smem_bytes} bytes of shared memory"
-
-
-def _edits(candidate: Candidate) -> str:
-    return "".join(f"\n\nIts region {edit.region}:\n\n```text\n{edit.text}\n```" for edit in candidate.edits)
 
 
 #: Limits of an answer: its characters, positions tried as the start of JSON, candidates, and characters of an edit.

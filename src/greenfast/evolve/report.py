@@ -64,9 +64,11 @@ def _with_all_parameters(manifest: Manifest, e: Evaluation) -> Evaluation:
 
 def report(manifest: Manifest, state: State) -> str:
     """Render the page."""
+    values = "Times of races" if _kind(state) == "seconds" else "Estimates by counts, not speeds"
+    caption = f"{values}, by the order of evaluation; the line is the best so far, the dashed one the baseline."
     sections = [
         Section("Result", _result(manifest, state)),
-        Section("Fitness over time", [figure(_draw_fitness(state), _fitness_caption(state))]),
+        Section("Fitness over time", [figure(_draw_fitness(state), caption)]),
         Section("Where candidates ended", [_stage_table(state)]),
         Section("Archive", _archive(manifest, state)),
         Section("Lineage", _lineage(manifest, state)),
@@ -160,11 +162,6 @@ def _format_fitness(e: Evaluation) -> str:
 
 def _kind(state: State) -> str:
     return "seconds" if any(e.fitness_kind == "seconds" for e in state.history) else "estimate"
-
-
-def _fitness_caption(state: State) -> str:
-    values = "Times of races" if _kind(state) == "seconds" else "Estimates by counts, not speeds"
-    return f"{values}, by the order of evaluation; the line is the best so far, the dashed one the baseline."
 
 
 def _draw_fitness(state: State) -> Markup:

@@ -197,7 +197,9 @@ class Processor:
         if len(parts) == 1:
             options = {name: x[0] if isinstance(x, list) and name != "attn_mask" else x for name, x in options.items()}
             one = parts[0]
-            out = self.layer.attend(one.query, one.key, one.value, **options, **_get_rope(one.rope))
+            if one.rope is not None:
+                options |= {"rope": one.rope, "rope_interleaved": True}
+            out = self.layer.attend(one.query, one.key, one.value, **options)
             return [out.transpose(1, 2).flatten(2)]
         ropes = [part.rope for part in parts]
         columns = list(zip(*parts, strict=True))
@@ -205,10 +207,6 @@ class Processor:
             options = {**options, "rope": ropes, "rope_interleaved": True}
         out = self.layer.attend(list(columns[0]), list(columns[1]), list(columns[2]), **options)
         return list(torch.split(out.transpose(1, 2).flatten(2), [part.query.shape[2] for part in parts], 1))
-
-
-def _get_rope(rope: Any) -> dict[str, Any]:
-    return {} if rope is None else {"rope": rope, "rope_interleaved": True}
 
 
 def _get_head_dim(attn: Any) -> int:

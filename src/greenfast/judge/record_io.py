@@ -270,7 +270,7 @@ def correctness_summary(run: Run, side: Side) -> dict[str, Any]:
                 "inputs_digest": row.inputs_digest,
                 "variant": row.variant,
                 "drawn": row.drawn,
-                "gates": dict.fromkeys(_ERROR_GATES, _unmeasured(row)) | row.gates,
+                "gates": dict.fromkeys(_ERROR_GATES, False if row.gates and row.format_is_judged else None) | row.gates,
                 "pass": row.passed if row.gates else None,
                 "notes": row.notes,
             }
@@ -283,10 +283,6 @@ def correctness_summary(run: Run, side: Side) -> dict[str, Any]:
         "all_pass": {"PASS": True, "FAIL": False}.get(side_status(side)),
         "pending": _pending(run, "CORRECTNESS"),
     }
-
-
-def _unmeasured(row: CorrectnessRow) -> bool | None:
-    return False if row.gates and row.format_is_judged else None
 
 
 def performance(run: Run, side: Side) -> dict[str, Any]:

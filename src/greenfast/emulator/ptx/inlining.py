@@ -93,10 +93,6 @@ class _Inliner:
             self.instruction(i, function, names, callers)
         self.mark(labels.get(len(function.code), ()), names)
 
-    def _has_own(self, name: str) -> bool:
-        result = self.module.functions.get(name)
-        return result is not None and bool(result.code)
-
     def mark(self, labels: Sequence[str], names: _Names) -> None:
         """Put labels at the next instruction."""
         for label in labels:
@@ -222,7 +218,8 @@ class _Inliner:
         assert isinstance(results, Vector)
         after = self.skip(i, guard)
         if isinstance(target, Symbol):
-            if target.name in BUILT_IN and not self._has_own(target.name):
+            own = self.module.functions.get(target.name)
+            if target.name in BUILT_IN and not (own is not None and own.code):
                 self.emit(
                     replace(i, operands=tuple(operands if not results.items else (results, *operands)), guard=None)
                 )

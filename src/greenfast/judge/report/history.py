@@ -93,13 +93,10 @@ def histories(records: Sequence[tuple[str, Record | BenchRecord]], shape: str | 
     """
     groups: dict[str, list[tuple[str, Record | BenchRecord]]] = {}
     for path, record in records:
-        groups.setdefault(_title(record), []).append((path, record))
+        variants = " → ".join(side.variant for _, side in record.sides())
+        title = f"{record.task}: {variants}, {record.format}, {record.arch} on {facts.device(record)}"
+        groups.setdefault(title, []).append((path, record))
     return [_history(title, members, shape) for title, members in sorted(groups.items())]
-
-
-def _title(record: Record | BenchRecord) -> str:
-    variants = " → ".join(side.variant for _, side in record.sides())
-    return f"{record.task}: {variants}, {record.format}, {record.arch} on {facts.device(record)}"
 
 
 def _history(title: str, members: Sequence[tuple[str, Record | BenchRecord]], shape: str | None) -> History:

@@ -68,13 +68,13 @@ def _format_group(records: Sequence[tuple[str, Record]], aged: Mapping[str, Fres
     rows = [_stale_row(path, record) if path in stale else _row(path, record, shape) for path, record in records]
     table = formatting.table(_HEADER, rows, right=("p50 µs", "speedup", "required"))
     lines = [f"{_name(path)} is {aged[path]}" for path, _ in records if path in stale]
-    lines += [_undecided(path, aged[path]) for path, _ in records if path in aged and path not in stale]
+    lines += [
+        f"cannot tell whether the kernels of {_name(path)} are today's: {'; '.join(aged[path].reasons)}"
+        for path, _ in records
+        if path in aged and path not in stale
+    ]
     notes = f"\n\n{formatting.bullets(lines)}" if lines else ""
     return f"{_caption([record for _, record in records], shape)}\n\n{table}{notes}"
-
-
-def _undecided(path: str, answer: Freshness) -> str:
-    return f"cannot tell whether the kernels of {_name(path)} are today's: {'; '.join(answer.reasons)}"
 
 
 def _caption(records: Sequence[Record], shape: str) -> str:

@@ -237,7 +237,7 @@ def _parse_python_header(text: str, path: Path) -> bytes:
     except (SyntaxError, ValueError, MemoryError, RecursionError) as e:
         line = getattr(e, "lineno", None)
         raise UsageError(f"{path}: not Python{f', line {line}' if line else ''}: {str(e).splitlines()[0]}") from None
-    assignments = [s for s in body if isinstance(s, ast.Assign) and _is_greenfast(s.targets)]
+    assignments = [s for s in body if isinstance(s, ast.Assign) and "GREENFAST" in map(ast.unparse, s.targets)]
     if not assignments:
         raise UsageError(f"{path}: has no GREENFAST at the top level; write {example}")
     where = f"{path}: line {assignments[-1].lineno}: GREENFAST"
@@ -249,10 +249,6 @@ def _parse_python_header(text: str, path: Path) -> bytes:
         return msgspec.json.encode(config)
     except (ValueError, TypeError, MemoryError, RecursionError):
         raise UsageError(f"{where} is not a literal of JSON's types; it is read without running the file") from None
-
-
-def _is_greenfast(targets: list[ast.expr]) -> bool:
-    return any(isinstance(target, ast.Name) and target.id == "GREENFAST" for target in targets)
 
 
 def _require_distinct_keys(literal: ast.expr, where: str) -> None:

@@ -272,11 +272,13 @@ def repeat(record: Run) -> list[Markup]:
 
 def limits(record: Run) -> list[str]:
     """Return one sentence per limit, the most important first."""
+    has_counts = any(side.counts for _, side in record.sides())
     return [
         *_describe_source(record),
         *_describe_correctness(record),
         *_describe_timing(record),
-        *_describe_method(record),
+        *(["Counts are of PTX, from which the assembler makes other machine code."] if has_counts else []),
+        "A file can be edited: the proof is to run the command above again, not this page.",
     ]
 
 
@@ -348,9 +350,3 @@ def _describe_speedups(record: Record) -> Iterator[str]:
     fewest = min((row.processes for row in record.speedups), default=0)
     if 0 < fewest < 3:
         yield f"Processes timed: {fewest}. So few cannot show how processes differ, and the interval is of them alone."
-
-
-def _describe_method(record: Run) -> Iterator[str]:
-    if any(side.counts for _, side in record.sides()):
-        yield "Counts are of PTX, from which the assembler makes other machine code."
-    yield "A file can be edited: the proof is to run the command above again, not this page."

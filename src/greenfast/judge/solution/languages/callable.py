@@ -98,15 +98,10 @@ def _example(buffer: Buffer) -> torch.Tensor:
 
 
 def _like(buffer: Buffer) -> torch.Tensor:
+    nbytes = int(np.prod(buffer.shape)) * to_dtype(buffer.dtype).itemsize
     return (
-        torch.full((_nbytes(buffer),), 0xFF, dtype=torch.uint8, device="cuda")
-        .view(_torch_dtype(buffer))
-        .reshape(buffer.shape)
+        torch.full((nbytes,), 0xFF, dtype=torch.uint8, device="cuda").view(_torch_dtype(buffer)).reshape(buffer.shape)
     )
-
-
-def _nbytes(buffer: Buffer) -> int:
-    return int(np.prod(buffer.shape)) * to_dtype(buffer.dtype).itemsize
 
 
 def _torch_dtype(buffer: Buffer) -> torch.dtype:
