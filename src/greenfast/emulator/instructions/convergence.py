@@ -17,9 +17,6 @@ from greenfast.emulator.machine.blocks import WARP, ThreadSet, lane_count, lane_
 from greenfast.emulator.machine.state import ResidentBlocks
 from greenfast.emulator.ptx.syntax import Immediate, Instruction
 
-#: Instructions of a whole warp, and which of their operands names the threads that take part (None: all).
-_OF_WARPS = {"shfl": -1, "vote": -1, "redux": -1, "elect": -1, "match": -1, "mma": None, "wmma": None}
-_OF_WARPS |= {"ldmatrix": None, "stmatrix": None, "movmatrix": None, "tensormap": None}
 _WARPGROUP = 4
 _ALL = 0xFFFFFFFF
 _BITS = np.uint32(1) << np.arange(WARP, dtype=np.uint32)
@@ -40,12 +37,11 @@ def parse_sync_group(i: Instruction) -> SyncGroup | None:
     """Return the threads that an instruction needs together; None if each thread may execute it alone."""
     if i.name == "wgmma":
         return SyncGroup(_WARPGROUP if i.parts[0] == "mma_async" else 1, None, aligned=True)
-    if i.name in ("bar", "barrier") and "warp" in i.parts:
-        return SyncGroup(1, _mask(i, 0), "bar.warp.sync")
-    if i.name not in _OF_WARPS or (i.name != "wmma" and "sync" not in i.parts):
+    if i.name in ("bar", "barrier"):
+        return SyncGroup(1, _mask(i, 0), "bar.warp.sync") if "warp" in i.parts else None
+    if "sync" not in i.parts or i.name == "setmaxnreg":  # setmaxnreg is the same for each thread alone
         return None
-    operand = _OF_WARPS[i.name]
-    return SyncGroup(1, None if operand is None else _mask(i, operand), aligned=operand is None)
+    return SyncGroup(1, None, aligned=True) if "aligned" in i.parts else SyncGroup(1, _mask(i, -1))
 
 
 def _mask(i: Instruction, operand: int) -> Reader | None:
