@@ -3,9 +3,9 @@
 python -m benchmarks backward_speed [--masks] [--json FILE]     on a Hopper GPU
 
 All calls of a shape are timed interleaved, as CUDA graphs: backward passes alone, the steps of the one in 8 bits, and
-forward plus backward. "kept" is PyTorch's backward pass on the output and the log-sum-exp of the int8 forward pass.
-Errors are relative (Frobenius), against float64, of the first and the last head. TFLOP/s count five
-products for a backward pass, and seven with the forward pass, whatever a kernel computes.
+forward plus backward. "recomputed" and "kept" are PyTorch's backward pass after an int8 forward pass, "kept" on
+the output and the log-sum-exp of that. Errors are relative (Frobenius), against float64, of the first and the last
+head. TFLOP/s count five products for a backward pass, and seven with the forward pass, whatever a kernel computes.
 
 The rows with masks have a causal window, and lengths of keys. FlashAttention-2 of PyTorch computes them in bfloat16:
 the window on the same tensors, the lengths on keys that were packed before, which is not timed. cuDNN in PyTorch has
@@ -14,6 +14,7 @@ neither.
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from itertools import product
@@ -79,6 +80,29 @@ def make_flash_calls(q: Tensor, k: Tensor, v: Tensor, g: Tensor, causal: bool) -
     return lambda: backward(forward()), lambda: backward(kept)
 
 
+def make_flash3_calls(q: Tensor, k: Tensor, v: Tensor, g: Tensor, causal: bool) -> tuple[Any, Any]:
+    """Return the same calls by FlashAttention-3, if a package with its backward pass is installed.
+
+    That is FlashAttention's folder hopper, built from source; the wheel fa3-fwd has the forward pass only.
+    """
+    flash3 = importlib.import_module("flash_attn_interface")
+    rows = [x.transpose(1, 2).contiguous() for x in (q, k, v, g)]  # (B, S, H, D), its own layout
+    options = {"softmax_scale": q.shape[3] ** -0.5}
+
+    def forward() -> Any:
+        return flash3._flash_attn_forward(*rows[:3], causal=causal, **options)[:2]
+
+    def backward(out: Tensor, lse: Tensor) -> Any:
+        grads = flash3._flash_attn_backward(rows[3], *rows[:3], out, lse, is_causal=causal, **options)
+        return [x.transpose(1, 2) for x in grads[:3]]
+
+    kept = forward()
+    return lambda: backward(*forward()), lambda: backward(*kept)
+
+
+PEERS = {"cuDNN bf16": make_cudnn_calls, "FA2 bf16": make_flash_calls, "FA3 bf16": make_flash3_calls}
+
+
 def make_calls(tensors: Sequence[Tensor], causal: bool) -> dict[str, Callable[[], Any]]:
     """Return the calls by name."""
     q, k, v, g = tensors
@@ -96,19 +120,24 @@ def make_calls(tensors: Sequence[Tensor], causal: bool) -> dict[str, Callable[[]
     def backward_in_8_bits(out: Tensor, lse: Tensor, key_mean: Tensor) -> Any:
         return quantized_backward.compute_gradients(g, q, k, v, out, lse, key_mean, mask, scale)
 
+    def recompute() -> Any:
+        out = torch_ops.SDPA(q, k, v, "int8", int(causal), scale)
+        return out, backward.sdpa_backward(g, q, k, v, int(causal), scale)
+
     def backward_of_kept(out: Tensor, lse: Tensor, key_mean: Tensor) -> Any:
         return backward.sdpa_kept_backward(g, q, k, v, out, lse, key_mean, int(causal), scale)
 
     calls: dict[str, Callable[[], Any]] = {}
-    for name, make in (("cuDNN bf16", make_cudnn_calls), ("flash bf16", make_flash_calls)):
+    for name, make in PEERS.items():
         try:
             both, alone = make(q, k, v, g, causal)
             both()
-        except RuntimeError as e:  # not every version of cuDNN has a backward pass at head dim 256
+        except (ImportError, RuntimeError) as e:  # not every version of cuDNN has a backward pass at head dim 256
             print(f"{name}, head dim {q.shape[3]}: {str(e).splitlines()[0]}")
             continue
         calls[f"{name}, forward + backward"], calls[f"{name}, backward"] = both, alone
     return calls | {
+        "recomputed, forward + backward": recompute,
         "kept, forward + backward": lambda: backward_of_kept(*forward()),
         "kept, backward": lambda: backward_of_kept(*kept),
         "8-bit, forward + backward": lambda: backward_in_8_bits(*forward()),
@@ -169,8 +198,8 @@ def make_masked_calls(tensors: Sequence[Tensor], lengths: Tensor | None) -> dict
 
     both, alone = make_masked_flash_calls(tensors, lengths)
     return {
-        "flash bf16, forward + backward": both,
-        "flash bf16, backward": alone,
+        "FA2 bf16, forward + backward": both,
+        "FA2 bf16, backward": alone,
         "8-bit, forward + backward": lambda: backward_in_8_bits(*forward()),
         "8-bit, backward": lambda: backward_in_8_bits(*kept),
         "8-bit, quantizer": lambda: quantized_backward.quantize(q, k, v, out, lse, key_mean, g, scale, lengths),
@@ -229,7 +258,7 @@ def measure_errors(tensors: Sequence[Tensor], hidden: Tensor | None, grads: Sequ
 
 
 def find_fastest(us: Mapping[str, float], name: str) -> float:
-    """Return the microseconds of the faster of cuDNN and FlashAttention-2 in bfloat16."""
+    """Return the microseconds of the fastest of cuDNN, FlashAttention-2 and FlashAttention-3 in bfloat16."""
     return min(t for full_name, t in us.items() if full_name.endswith(f" bf16, {name}"))
 
 
@@ -240,7 +269,7 @@ def render_masked_times(rows: Sequence[dict[str, Any]]) -> str:
         us, own = row["us"], [f"{100 * error:.1f}" for error in row["errors"]["8-bit"]]
         parts = [f"{us[f'8-bit, {name}']:.0f}" for name in ("quantizer", "kernel of dK and dV", "kernel of dQ")]
         compared = [
-            f"{us[f'8-bit, {name}']:.0f}, {us[f'flash bf16, {name}'] / us[f'8-bit, {name}']:.2f}x"
+            f"{us[f'8-bit, {name}']:.0f}, {us[f'FA2 bf16, {name}'] / us[f'8-bit, {name}']:.2f}x"
             for name in ("backward", "forward + backward")
         ]
         mask = f"window of {WINDOW}" if row["mask"] == "window" else f"keys {', '.join(map(str, KEYS))}"
@@ -251,25 +280,37 @@ def render_masked_times(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def render_times(rows: Sequence[dict[str, Any]]) -> str:
-    """Return a table of microseconds, and of errors in per cent."""
+    """Return a table of the backward pass in 8 bits: microseconds of its parts, and errors in per cent."""
     lines = []
     for row in rows:
-        us, own = row["us"], [f"{100 * error:.1f}" for error in row["errors"]["8-bit"]]
+        us = row["us"]
         parts = [f"{us[f'8-bit, {name}']:.0f}" for name in ("quantizer", "kernel of dK and dV", "kernel of dQ")]
-        compared = [
-            f"{us[name]:.0f}, {find_fastest(us, name.split(', ')[1]) / us[name]:.2f}x"
-            for name in ("8-bit, backward", "8-bit, forward + backward", "kept, forward + backward")
-        ]
-        shape = f"{TOKENS // row['length']} x {row['length']}, {'causal' if row['causal'] else 'full'}"
-        kept = [f"{100 * error:.1f}" for error in row["errors"]["kept"]]
-        lines.append(
-            (str(row["head_dim"]), shape, *parts, *compared[:2], " / ".join(own), compared[2], " / ".join(kept))
-        )
-    titles = (
-        "D", "sequences", "quantizer", "dK and dV", "dQ", "backward", "with forward", "errors of dQ, dK, dV",
-        "16bit_kept, with forward", "its errors",
-    )  # fmt: skip
-    return table(titles, lines)
+        both = f"{us['8-bit, backward']:.0f}, {find_fastest(us, 'backward') / us['8-bit, backward']:.2f}x"
+        lines.append((*_format_shape(row), *parts, both, _format_errors(row, "8-bit")))
+    return table(("D", "sequences", "quantizer", "dK and dV", "dQ", "backward", "errors of dQ, dK, dV"), lines)
+
+
+def render_modes(rows: Sequence[dict[str, Any]]) -> str:
+    """Return a table of the forward and the backward pass by ``backward``, beside those in bfloat16."""
+    lines = []
+    for row in rows:
+        us = {name.split(",")[0]: t for name, t in row["us"].items() if name.endswith("forward + backward")}
+        fastest = find_fastest(row["us"], "forward + backward")
+        peers = [f"{us[name]:.0f}" if name in us else "-" for name in PEERS]
+        ours = [f"{us[name]:.0f}, {fastest / us[name]:.2f}x" for name in ("recomputed", "kept", "8-bit")]
+        lines.append((*_format_shape(row), *peers, *ours, _format_errors(row, "kept")))
+    return table(
+        ("D", "sequences", *PEERS, '`"16bit"`', '`"16bit_kept"`', '`"8bit"`', 'errors of `"16bit_kept"`'), lines
+    )
+
+
+def _format_shape(row: Mapping[str, Any]) -> tuple[str, str]:
+    length = row["length"]
+    return str(row["head_dim"]), f"{TOKENS // length} x {length}, {'causal' if row['causal'] else 'full'}"
+
+
+def _format_errors(row: Mapping[str, Any], name: str) -> str:
+    return " / ".join(f"{100 * error:.1f}" for error in row["errors"][name])
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -288,7 +329,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         hidden = torch.ones(1, length, length, dtype=torch.bool, device="cuda").triu_(1) if causal else None
         errors = {
             name: measure_errors(tensors, hidden, calls[f"{name}, backward"]()[:3])
-            for name in ("8-bit", "kept", "cuDNN bf16")
+            for name in ("8-bit", "kept", "cuDNN bf16", "FA3 bf16")
             if f"{name}, backward" in calls
         }
         q, k, v, g = tensors

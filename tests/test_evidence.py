@@ -426,8 +426,9 @@ def test_the_tables_of_backward_passes_are_the_records() -> None:
 def test_the_table_of_the_backward_pass_is_its_record() -> None:
     record = read_content(ROOT / "evidence/backward-speed-h200.json")
     page = (ROOT / "docs/training.md").read_text(encoding="utf-8")
-    block = page.split("<!-- speed:begin -->")[1].split("<!-- speed:end -->")[0]
-    assert block.strip() == backward_speed.render_times(record["rows"])
+    rows = record["rows"]
+    for name, rendered in (("speed", backward_speed.render_times(rows)), ("modes", backward_speed.render_modes(rows))):
+        assert page.split(f"<!-- {name}:begin -->")[1].split(f"<!-- {name}:end -->")[0].strip() == rendered
 
 
 def test_the_table_of_packed_sequences_is_its_record() -> None:
