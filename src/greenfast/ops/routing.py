@@ -62,7 +62,10 @@ TORCH = "torch"  # PyTorch's own attention computes the call
 NONE = "none"  # there is nothing to compute
 #: Queries and keys from which on "auto" keeps the forward pass for the backward pass, as it was measured to be faster.
 LONG_BACKWARD = 4096
-#: Head dim -> the backward pass that "auto" takes for such calls: the fastest one measured (docs/training.md).
+#: Keys of the narrowest window of which that was measured.
+WIDE_WINDOW = 1024
+#: Head dim -> the backward pass that "auto" takes for such calls without a window and lengths: the fastest one measured
+#: (docs/training.md). With a window or lengths it takes "8bit".
 AUTO_BACKWARDS = {64: "16bit_kept", 128: "8bit", 256: "8bit"}
 _KEPT_REASONS = {
     "8bit": "int8 and E4M3 products; the output and the log-sum-exp of the forward pass are kept",
@@ -206,17 +209,18 @@ def choose_backward(
     backward: the choice itself, or "auto". mask: attn_mask. plain: without dropout and a log-sum-exp. gpu: the target,
     by default the query's device.
     """
-    chosen: str = backward
+    chosen, masked = str(backward), mask is not None or options is not NO_OPTIONS
     if backward == "auto":
         head_dim = query.shape[3] if isinstance(query, Tensor) and not query.is_nested and query.dim() == 4 else 0
-        chosen = AUTO_BACKWARDS.get(head_dim, "8bit")
-    masked, in_8_bits = mask is not None or options is not NO_OPTIONS, chosen == "8bit"
+        chosen = "8bit" if masked else AUTO_BACKWARDS.get(head_dim, "8bit")
+    in_8_bits = chosen == "8bit"
     if mask is not None and not is_padding(mask, causal, query, key):
         plain = False
     obstacle = _find_kept_obstacle(in_8_bits, query, key, value, plain, masked, options, enable_gqa, precision, gpu)
     if not obstacle and backward == "auto":
-        shifted = causal == 2 and not is_certain(query.shape[2] == key.shape[2])
-        obstacle = _find_unmeasured(query, key, masked or (in_8_bits and shifted))
+        (left, right), shifted = options.window, causal == 2 and not is_certain(query.shape[2] == key.shape[2])
+        narrow = left >= 0 and (right >= 0 or causal > 0) and left + max(right, 0) + 1 < WIDE_WINDOW
+        obstacle = _find_unmeasured(query, key, mask is not None or narrow or (in_8_bits and shifted))
     return chosen, obstacle
 
 
@@ -257,10 +261,13 @@ def _find_kept_obstacle(
 def _find_unmeasured(query: Tensor, key: Tensor, masked: bool) -> str:
     """Return why "auto" recomputes the forward pass of such a call, or an empty string.
 
-    masked: with another mask than a causal one from the first key.
+    masked: with another mask than a causal one from the first key, a wide window, and lengths.
     """
     if masked:
-        return "with masks other than causal ones from the first key a kept forward pass was not measured to be faster"
+        return (
+            f"with masks other than causal ones from the first key, windows of {WIDE_WINDOW} keys and more, and "
+            "kv_lengths, a kept forward pass was not measured to be faster"
+        )
     if is_certain(query.shape[2] >= LONG_BACKWARD) and is_certain(key.shape[2] >= LONG_BACKWARD):
         return ""
     return f"query or key may be shorter than {LONG_BACKWARD}, where a kept forward pass was not measured to be faster"

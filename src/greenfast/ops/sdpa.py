@@ -180,8 +180,8 @@ def sdpa(
     recomputing them. "8bit" also computes the five products of the backward pass in int8 and E4M3. Both are for
     training on a Hopper GPU, (B, H, S, D), with causal masks. "8bit" takes bfloat16, D 64, 128 or 256, and also
     ``window``, ``kv_lengths`` and booleans (B, 1, 1, KV). docs/training.md has speed and errors. On a CPU their
-    gradients are exact. "auto" is the fastest for such calls with 4,096 queries and keys or more: "16bit_kept" at D 64,
-    "8bit" at D 128 and 256. For others, and with other masks than causal ones from the first key, it is "16bit".
+    gradients are exact. "auto" is the fastest of these for calls with 4,096 queries and keys or more: "16bit_kept" at D
+    64, "8bit" at D 128 and 256, with windows of 1,024 keys and more, and with ``kv_lengths``. For others it is "16bit".
 
     Raises TypeError for wrong dtypes, flags and numbers, ValueError for shapes, devices and choices that do not fit,
     and NotImplementedError for masks that are added to scores, ``dropout_p``, other nested and sparse tensors, and head
