@@ -52,7 +52,14 @@ def test_a_problem_becomes_a_task_whose_baseline_is_its_model(tmp_path: Path) ->
     path = written(tmp_path)
     assert is_kernelbench(path)
     assert not is_kernelbench(path, NEW_MODEL)
+    earlier = tmp_path / "task" / "1_linear"  # a problem of robust-kbench with this name
+    (earlier / "evidence").mkdir(parents=True)
+    for name in ("settings.json", "evidence/record.json"):
+        (earlier / name).write_text("{}")
     folder = convert_problem(path, tmp_path / "task")
+    assert folder == earlier
+    assert not (folder / "settings.json").exists()
+    assert (folder / "evidence/record.json").exists()
     config = load_task(folder).config
     assert config.name == "1_linear"
     found = find_solution(folder / config.defaults.baseline)

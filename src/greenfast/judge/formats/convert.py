@@ -171,7 +171,7 @@ def convert_definition(files: DefinitionFiles, parent: Path) -> Path:
     definition, workloads = read_definition(files.definition), read_workloads(files.workloads)
     names = {"name": safe_name(definition.name), "definition": safe_name(files.definition.name)}
     shapes = _shapes(definition, workloads)
-    return write_files(
+    return _write_problem(
         parent / safe_name(definition.name),
         {
             DEFINITION: files.definition.read_bytes(),
@@ -210,6 +210,17 @@ def convert_solution(path: Path, problem: Path) -> ConvertedSolution:
     writes = given.spec.destination_passing_style
     files["solution.json"] = _solution(name, file, function, definition, workloads, writes, given.author)
     return name, files
+
+
+def _write_problem(folder: Path, files: Mapping[str, str | bytes]) -> Path:
+    """Write a converted problem; return its folder. An earlier problem of the same name may have another format.
+
+    Its files would decide which solutions are taken, so they are removed. Other files stay, such as kept records.
+    """
+    for name in (DEFINITION, WORKLOADS, ORIGINAL, KEPT_SETTINGS, TEST):
+        (folder / name).unlink(missing_ok=True)
+    shutil.rmtree(folder / REFERENCE, ignore_errors=True)
+    return write_files(folder, files)
 
 
 def _extension(path: Path, given: ForeignSolution, function: str) -> str:
@@ -373,7 +384,7 @@ def convert_problem(path: Path, parent: Path) -> Path:
         raise UsageError(f"{path}: has no function {', '.join(sorted(missing))}; a KernelBench problem has it")
     shape = {"name": "as_given", "dims": {SETTING: 1}, "purpose": "the shape that get_inputs makes"}
     reference = _model_files(REFERENCE, text, "original", MODEL)
-    return write_files(
+    return _write_problem(
         parent / safe_name(path.stem),
         {
             ORIGINAL: text,
@@ -504,7 +515,7 @@ def convert_robust_problem(folder: Path, parent: Path) -> Path:
         purpose = "its default" if number <= single else "a further setting"
         shapes.append({"name": shape, "dims": {SETTING: number}, "purpose": purpose})
     name, reference = safe_name(folder.resolve().name), _robust_files(REFERENCE, text, settings, "")
-    return write_files(
+    return _write_problem(
         parent / name,
         {
             ORIGINAL: text,
@@ -564,7 +575,7 @@ def convert_tritonbench_problem(path: Path, parent: Path) -> Path:
     if not test.strip():
         raise UsageError(f"{path}: has no test after its line of #; a problem of TritonBench has one")
     name = safe_name(path.stem)
-    folder = write_files(parent / name, {f"{REFERENCE}/{PROGRAM}": program, TEST: test})
+    folder = _write_problem(parent / name, {f"{REFERENCE}/{PROGRAM}": program, TEST: test})
     problem = importlib.import_module("greenfast.judge.formats.test_calls").CallProblem(folder)  # it imports PyTorch
     return write_files(
         folder,
