@@ -144,10 +144,7 @@ def page_of(*parts: str) -> str:
         ([">>> 1 + 1"], "invalid syntax"),
         (["import greenfast\ngreenfast.sdqa()"], "there is no greenfast.sdqa"),
         (["<!-- needs: GPU -->", "x = 1"], "nothing in it names a CUDA device"),
-        (
-            ["<!-- needs: GPU -->", f"import torch\ndevice = {snippets.ANY_DEVICE}"],
-            "nothing in it names a CUDA device",
-        ),
+        (["<!-- needs: GPU -->", f"import torch\ndevice = {snippets.ANY_DEVICE}"], "nothing in it names a CUDA device"),
         (["<!-- needs: 2 processes -->", "x = 1"], "number of processes"),
         (["<!-- needs: a downloaded model -->", "x = 1"], "nothing in it calls from_pretrained"),
         (["<!-- needs: flash_attn -->", "import torch"], "it imports torch; 'flash_attn' is no need that is known"),

@@ -35,8 +35,7 @@ ROOT = Path(__file__).parents[1]
 RESULTS = update_results.RESULTS_PAGE
 FOLDERS = [file.parent.relative_to(ROOT).as_posix() for file in sorted((ROOT / "evidence").glob("*/*/record.json"))]
 EACH_RECORD = pytest.mark.parametrize(
-    "folder",
-    FOLDERS or [pytest.param("", marks=pytest.mark.skip(reason="evidence/ holds no records yet"))],
+    "folder", FOLDERS or [pytest.param("", marks=pytest.mark.skip(reason="evidence/ holds no records yet"))]
 )
 
 
@@ -145,10 +144,7 @@ def test_the_evidence_is_small() -> None:
         ),
         ("targets", [f"`{target}`" for target in TARGETS]),
         ("toggles", [f"`{name}`" for name in find_task("fp8_sdpa").config.toggles]),
-        (
-            "variables",
-            ["`GREENFAST_CACHE_DIR`", "`GREENFAST_TASKS`", "`GREENFAST_GIT_SHA`", "`TORCH_CUDA_ARCH_LIST`"],
-        ),
+        ("variables", ["`GREENFAST_CACHE_DIR`", "`GREENFAST_TASKS`", "`GREENFAST_GIT_SHA`", "`TORCH_CUDA_ARCH_LIST`"]),
     ],
 )
 def test_the_reference_names_them_all(what: str, names: list[str]) -> None:
@@ -389,8 +385,7 @@ def test_check_changes_nothing_and_tells(
 
 
 @pytest.mark.parametrize(
-    "text",
-    ["", "<!-- a:begin -->", "<!-- a:end --><!-- a:begin -->", "<!-- a:begin --><!-- a:begin --><!-- a:end -->"],
+    "text", ["", "<!-- a:begin -->", "<!-- a:end --><!-- a:begin -->", "<!-- a:begin --><!-- a:begin --><!-- a:end -->"]
 )
 def test_markers_that_do_not_stand_there_once_are_refused(text: str) -> None:
     with pytest.raises(UsageError, match="must each occur once"):

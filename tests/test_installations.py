@@ -18,11 +18,7 @@ OPTIONAL = sorted({"transformers", *(module for modules in EXTRAS.values() for m
 #: Modules -> the packages that bring them, where the names differ.
 PACKAGES = {"cutlass": "nvidia-cutlass-dsl", "markdown_it": "markdown-it-py", "ml_dtypes": "ml-dtypes"}
 WITHOUT_EXTRAS = ("completion", "doctor", "init")
-ARGUMENTS = {
-    "emulate": ["kernel.cu", "--grid", "1", "--block", "32"],
-    "report": ["run"],
-    "list": [],
-}
+ARGUMENTS = {"emulate": ["kernel.cu", "--grid", "1", "--block", "32"], "report": ["run"], "list": []}
 
 # A finder in front of all others: as if some modules were not installed.
 LACKING = """

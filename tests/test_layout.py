@@ -316,11 +316,7 @@ _FOR_TYPES = f"{_IF_TYPES}from greenfast.emulator import program"
         ("judge/gates/a.py", "from greenfast.judge import validate", "only lower floors"),
         ("judge/gates/a.py", "import greenfast.cli.main", "only lower floors"),
         ("device/a.py", "from greenfast import judge", "only lower floors"),
-        (
-            "judge/report/a.py",
-            "from greenfast.device.cache import Cache",
-            "only judge data, judge gates",
-        ),
+        ("judge/report/a.py", "from greenfast.device.cache import Cache", "only judge data, judge gates"),
         ("judge/pipeline.py", "from greenfast.judge.gates import build", "only lower floors"),
         ("judge/record_schema.py", "from greenfast.judge.record_io import write", "only lower floors"),
         ("kernels/a.py", "import greenfast.numerics", "only lower floors"),

@@ -27,14 +27,7 @@ def test_planted_faults_on_the_emulator(name: str) -> None:
     def run() -> None:
         for seed in range(3):
             run_grid(
-                ptx,
-                "k",
-                block,
-                0,
-                Launch((1, 1, 1), ("x", "y")),
-                {"x": np.ones(256, np.float32)},
-                outputs,
-                seed=seed,
+                ptx, "k", block, 0, Launch((1, 1, 1), ("x", "y")), {"x": np.ones(256, np.float32)}, outputs, seed=seed
             )
 
     if name in ALLOWED:

@@ -51,12 +51,7 @@ class HostCheat:
     @property
     def text(self) -> str:
         """The solution's file."""
-        parts = {
-            "TOP": self.top,
-            "IN_KERNEL": self.in_kernel,
-            "IN_LAUNCH": self.in_launch,
-            "FACTOR": self.factor,
-        }
+        parts = {"TOP": self.top, "IN_KERNEL": self.in_kernel, "IN_LAUNCH": self.in_launch, "FACTOR": self.factor}
         text = _FAMILY
         for name, code in parts.items():
             text = text.replace(name, code)

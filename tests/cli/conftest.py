@@ -7,16 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.command_line import MACHINE_VARIABLES
-from tests.fakes import (
-    FakeDevice,
-    Script,
-    emulate_here,
-    import_families_here,
-    install,
-    no_gpu,
-    request,
-    shipped,
-)
+from tests.fakes import FakeDevice, Script, emulate_here, import_families_here, install, no_gpu, request, shipped
 
 
 @pytest.fixture

@@ -73,9 +73,7 @@ def test_a_terminal_gets_a_counter(capsys: pytest.CaptureFixture[str], monkeypat
 
 
 def test_the_options_reach_the_kernels(
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    asked: list[tuple[set[KernelSource], str]],
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, asked: list[tuple[set[KernelSource], str]]
 ) -> None:
     calls: list[dict[str, Any]] = []
 

@@ -106,10 +106,7 @@ def test_a_renamed_option_is_named_and_obeyed(capsys: pytest.CaptureFixture[str]
         (("build", "fp8_sdpa", "--formats", "fp4"), "unknown format of task fp8_sdpa 'fp4'; allowed: e4m3, int8"),
         ((*JUDGE, "--arch", "sm_75"), "unknown target 'sm_75'; allowed: sm_100, sm_120, sm_80, "),
         (("build", "fp8_sdpa", "--arch", "sm_89,9.9"), "unknown target '9.9'; allowed: "),
-        (
-            (*JUDGE, "--require", "speed"),
-            "--require speed: allowed are build, resources, correctness, performance, ",
-        ),
+        ((*JUDGE, "--require", "speed"), "--require speed: allowed are build, resources, correctness, performance, "),
         (("examine", "fp8_sdpa"), "invalid choice: 'examine'"),
         ((*JUDGE, "--fast"), "unrecognized arguments: --fast"),
         ((), "the following arguments are required: VERB"),

@@ -62,10 +62,7 @@ def test_names_comments_folders_and_unused_constants_do_not_matter(arch: str, tm
         ("counter", "visits"),
         ("table", "values"),
         ("bank", "weights"),
-        (
-            "struct Extents {",
-            "struct Extents { static constexpr long long kUnused = 7; static constexpr char kNo = 0;",
-        ),
+        ("struct Extents {", "struct Extents { static constexpr long long kUnused = 7; static constexpr char kNo = 0;"),
     ]:
         assert old in text
         text = text.replace(old, new)

@@ -92,10 +92,7 @@ ATTACKS: dict[str, tuple[str, list[str]]] = {
         [SECCOMP],
     ),
 }  # fmt: skip
-X86_ATTACKS = {
-    "32-bit calls": ("int_80(20)", [SECCOMP]),
-    "a device node or pipe": ("os.mkfifo('pipe')", [SECCOMP]),
-}
+X86_ATTACKS = {"32-bit calls": ("int_80(20)", [SECCOMP]), "a device node or pipe": ("os.mkfifo('pipe')", [SECCOMP])}
 AS_ROOT = {"real time": ("os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))", [CAPABILITIES, SECCOMP])}
 SETUID = (
     "if subprocess.run([setuid, '-u'], capture_output=True, text=True).stdout != '0\\n': raise OSError(1, 'no root')"
@@ -284,11 +281,7 @@ HIERARCHIES: dict[str, tuple[str, str, list[dict[str, dict[str, str]]]]] = {
         "30 23 0:26 / /sys/fs/cgroup rw,nosuid - cgroup2 cgroup2 rw,nsdelegate",
         [{f"/sys/fs/cgroup{SERVICE}/run-1.scope": BOTH}, {f"/sys/fs/cgroup{SERVICE}": BOTH}],
     ),
-    "a container": (
-        "0::/",
-        "30 23 0:26 / /sys/fs/cgroup ro - cgroup2 cgroup ro",
-        [{"/sys/fs/cgroup": BOTH}],
-    ),
+    "a container": ("0::/", "30 23 0:26 / /sys/fs/cgroup ro - cgroup2 cgroup ro", [{"/sys/fs/cgroup": BOTH}]),
     "a container without its own namespace": (
         "0::/docker/abc/job",
         "30 23 0:26 /docker/abc /sys/fs/cgroup ro - cgroup2 cgroup ro",

@@ -21,15 +21,7 @@ HEADER = '#include "ptx/cp_async.cuh"\n'
 
 def output(body: str, *, threads: int = 64, before: str = "", seed: int = 0) -> np.ndarray:
     """Return the 64 floats that 64 threads compute from 64 floats."""
-    result = run(
-        body,
-        {"x": X},
-        {"y": (64, "float32")},
-        threads=threads,
-        before=before,
-        seed=seed,
-        **SIGNATURE,
-    )
+    result = run(body, {"x": X}, {"y": (64, "float32")}, threads=threads, before=before, seed=seed, **SIGNATURE)
     return result.outputs["y"]
 
 
@@ -67,10 +59,7 @@ def test_a_pointer_to_no_allocation_is_not_called_misaligned(space: str, pointer
             "y[threadIdx.x] = *(const float*)((const char*)x + 2);",
             r"misaligned 4-byte read: byte 2 of 'x' .*k\.cu:1, block \(0, 0, 0\), thread \(0, 0, 0\)",
         ),
-        (
-            "*(float4*)(y + 1) = make_float4(x[0], x[1], x[2], x[3]);",
-            r"misaligned 16-byte write: byte 4 of 'y'",
-        ),
+        ("*(float4*)(y + 1) = make_float4(x[0], x[1], x[2], x[3]);", r"misaligned 16-byte write: byte 4 of 'y'"),
         (
             "y[threadIdx.x] = *(const float*)0x1234;",
             r"generic address 0x1234 is in no memory \(.*: a null pointer with an offset\) at k\.cu:1",

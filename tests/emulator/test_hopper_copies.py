@@ -178,11 +178,7 @@ def test_bulk_copies_without_a_tensor_map() -> None:
         ("wait(&bar, 0);", "wait(&bar, 0); *(u32*)&bar = 1;", r"4-byte write over an mbarrier"),
         ("wait(&bar, 0);", "wait(&bar, 0); y[0] = (u8)bar;", r"read of an mbarrier"),
         ("wait(&bar, 0);", "wait(&bar, 2);", r"a phase parity of 2, neither 0 nor 1"),
-        (
-            "expect(&bar, 512);",
-            "arrive(&bar); expect(&bar, 512);",
-            r"bulk read of (data that|an element that)",
-        ),
+        ("expect(&bar, 512);", "arrive(&bar); expect(&bar, 512);", r"bulk read of (data that|an element that)"),
     ],
 )
 def test_wrong_bulk_copies(old: str, new: str, message: str) -> None:

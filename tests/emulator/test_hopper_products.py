@@ -269,16 +269,8 @@ ADD = 'd[0] = 1; asm volatile("add.f32 %0, %0, %0;" : "+f"(d[0]));'
             r"read of what a store wrote with no fence\.proxy",
         ),
         ("proxy_fence();", "", r"wgmma operand read of what a store wrote with no fence\.proxy\.async since"),
-        (
-            "mma(d,",
-            "if (threadIdx.x < 96) mma(d,",
-            r"deadlock.*of warp 0 wait at.*for the rest of the warpgroup",
-        ),
-        (
-            "descriptor(sb,",
-            "descriptor(sb + threadIdx.x / 32 * 256,",
-            r"threads of a warpgroup differ in a matrix",
-        ),
+        ("mma(d,", "if (threadIdx.x < 96) mma(d,", r"deadlock.*of warp 0 wait at.*for the rest of the warpgroup"),
+        ("descriptor(sb,", "descriptor(sb + threadIdx.x / 32 * 256,", r"threads of a warpgroup differ in a matrix"),
         ("descriptor(sb, 128, 256, 0)", "descriptor(sb, 32752, 256, 0)", r"descriptor that reaches byte \d+ of 32768"),
         ("descriptor(sb, 128, 256, 0)", "descriptor(sb + 8192, 128, 256, 0)", r"read of an element that nothing"),
     ],

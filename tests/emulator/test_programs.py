@@ -136,10 +136,7 @@ def test_a_side_holds_every_launch_by_a_name_of_its_own() -> None:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn", "float8_e5m2"])
 def test_buffers_may_hold_the_small_formats(dtype: str) -> None:
-    copy = Step(
-        source("copy", "const char* x, char* y", "y[i] = x[i];"),
-        Launch((1, 1, 1), ("x", "y")),
-    )
+    copy = Step(source("copy", "const char* x, char* y", "y[i] = x[i];"), Launch((1, 1, 1), ("x", "y")))
     kind = to_dtype(dtype)
     x = np.arange(N // kind.itemsize).astype(kind)
     result = EmulatorSession().run(executable(Program((copy,))), Case({"x": x}, {"y": OutputSpec(x.shape, dtype)}), 2)

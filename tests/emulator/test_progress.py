@@ -16,14 +16,7 @@ from tests.emulator.kernels import SEEDS, run
 
 
 def launched(
-    body: str,
-    count: int,
-    *,
-    threads: int,
-    blocks: int = 1,
-    seed: int = 0,
-    before: str = "",
-    cooperative: bool = False,
+    body: str, count: int, *, threads: int, blocks: int = 1, seed: int = 0, before: str = "", cooperative: bool = False
 ) -> GridResult:
     """Return a kernel with ``count`` outputs and 64 integers of scratch memory that are zero at first."""
     arguments: dict[str, Any] = {"parameters": "int* y, int* scratch", "args": ("y", "scratch")}

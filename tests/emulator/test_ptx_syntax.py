@@ -162,12 +162,7 @@ def test_declarations() -> None:
 
 
 @pytest.mark.parametrize(
-    "before",
-    [
-        ".extern .shared .b32 s [];",
-        ".extern .shared .align 8 .b8 s[];",
-        ".extern .shared.b64 s[];",
-    ],
+    "before", [".extern .shared .b32 s [];", ".extern .shared .align 8 .b8 s[];", ".extern .shared.b64 s[];"]
 )
 def test_dynamic_shared_memory(before: str) -> None:
     assert run(

@@ -181,10 +181,7 @@ def test_a_race_is_found_in_every_order(body: str, blocks: int, message: str, se
             id="bytes of one word",
         ),
         pytest.param(
-            "if (threadIdx.x % 2) y[blockIdx.x * 64 + threadIdx.x / 2] += 1;",
-            4,
-            1,
-            id="each its own, in place",
+            "if (threadIdx.x % 2) y[blockIdx.x * 64 + threadIdx.x / 2] += 1;", 4, 1, id="each its own, in place"
         ),
         pytest.param(
             "__shared__ float s[128]; s[threadIdx.x] = x[threadIdx.x]; __syncwarp(); float v = s[threadIdx.x ^ 1];"

@@ -130,8 +130,7 @@ def test_pytorch_is_restored() -> None:
 
 
 @triton.autotune(
-    [triton.Config({"BLOCK": 64}, num_warps=64), triton.Config({"BLOCK": 64}), triton.Config({"BLOCK": 128})],
-    key=["n"],
+    [triton.Config({"BLOCK": 64}, num_warps=64), triton.Config({"BLOCK": 64}), triton.Config({"BLOCK": 128})], key=["n"]
 )
 @triton.jit
 def scan(x, z, n, BLOCK: tl.constexpr):

@@ -100,8 +100,7 @@ def test_products_of_every_type(case: Any, order_a: str, order_b: str, order_d: 
 
 
 @pytest.mark.parametrize(
-    ("lda", "message"),
-    [("16 + 8 * (threadIdx.x % 2)", "stride of a WMMA tile differs within a warp"), ("16", "")],
+    ("lda", "message"), [("16 + 8 * (threadIdx.x % 2)", "stride of a WMMA tile differs within a warp"), ("16", "")]
 )
 def test_a_stride_that_differs_within_a_warp_is_a_fault(lda: str, message: str) -> None:
     def one() -> None:

@@ -25,12 +25,7 @@ NOT_BY_SEARCH = {"no_async_copy", *GPU_ONLY}
 
 
 #: An honest solution of each problem. Every candidate replaces its whole file.
-BASES = {
-    "doubling": "grid_stride",
-    "sums": "block_sums",
-    "counts": "global_atomics",
-    "in_place": "in_place",
-}
+BASES = {"doubling": "grid_stride", "sums": "block_sums", "counts": "global_atomics", "in_place": "in_place"}
 SHAPES = {"sums": "whole,odd"}
 #: The search over the rungs of the doubling task.
 RUNGS = "rungs"

@@ -110,11 +110,7 @@ def test_an_endpoint_is_asked_as_its_interface_says(endpoint: Endpoint, monkeypa
     ((path, headers, body),) = endpoint.asked
     assert path == "/v1/chat/completions"
     assert headers["authorization"] == "Bearer secret"
-    assert body == {
-        "model": "some-model",
-        "messages": [{"role": "user", "content": "question?"}],
-        "max_tokens": 100,
-    }
+    assert body == {"model": "some-model", "messages": [{"role": "user", "content": "question?"}], "max_tokens": 100}
 
 
 def test_without_a_key_none_is_sent_and_without_a_count_tokens_are_estimated(

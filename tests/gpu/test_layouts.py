@@ -112,8 +112,7 @@ def test_kept_codes_give_a_tight_output() -> None:
 
 
 @pytest.mark.parametrize(
-    "query",
-    ["heads on each other", "columns not neighbours", "rows not aligned", "every other head"],
+    "query", ["heads on each other", "columns not neighbours", "rows not aligned", "every other head"]
 )
 def test_queries_that_are_copied_first(query: str) -> None:
     q, k, v = inputs(72)

@@ -125,11 +125,7 @@ def test_other_text_with_the_same_machine_code_is_current(record: Record, folder
     [
         ('"2.0f"', '"3.0f"', "the machine code of the candidate kernel at tiny differs"),
         ('"4.0f * 0.5f"', '"4.0f * 0.75f"', "the machine code of the baseline kernel at tiny differs"),
-        (
-            "i < n",
-            "i <= n",
-            "the machine code of the baseline kernel at tiny differs; the machine code of",
-        ),
+        ("i < n", "i <= n", "the machine code of the baseline kernel at tiny differs; the machine code of"),
         ("(-(-dims[", "(1-(-dims[", "the grid (1x1x1, now 2x1x1) of the baseline kernel at tiny differs"),
         ("np.int32", "np.int64", "argument 2 (int32 5, now int64 5) of the baseline kernel at tiny differs"),
         ('"y", np', '"x", np', "argument 1 (buffer 1, now buffer 0) of the baseline kernel at tiny differs"),

@@ -78,11 +78,7 @@ def test_a_kernel_that_is_wrong_where_it_ran_has_failed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("statement", "says"),
-    [
-        (ENDLESS, "endless loop"),
-        (RACE, "data race on byte 0 of shared memory"),
-        ("__trap();", "trap was executed"),
-    ],
+    [(ENDLESS, "endless loop"), (RACE, "data race on byte 0 of shared memory"), ("__trap();", "trap was executed")],
 )
 def test_faults_of_the_kernel_fail(tmp_path: Path, statement: str, says: str) -> None:
     record, _ = judged(tmp_path, tiny=statement)

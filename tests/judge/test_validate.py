@@ -78,8 +78,7 @@ def assert_deferred(outcome: Outcome, failed: str, reason: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "shapes",
-    [("b1_h1_s32_d64",), pytest.param(("b1_h1_s32_d64", "b1_h8_s512_d64"), marks=pytest.mark.slow)],
+    "shapes", [("b1_h1_s32_d64",), pytest.param(("b1_h1_s32_d64", "b1_h8_s512_d64"), marks=pytest.mark.slow)]
 )
 def test_a_faster_candidate_merges(run: Callable[..., Outcome], shapes: tuple[str, ...]) -> None:
     record = run(shapes=shapes, warmup_iters=10, timed_iters=100).record

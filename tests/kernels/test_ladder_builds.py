@@ -72,8 +72,7 @@ def name(variant: Variant) -> str:
 QUICK, OTHER = (64, "e4m3", "sm_90a"), (128, "int8", "sm_89")
 QUICK_VARIANTS = {*((rung, *QUICK) for rung in RUNGS), *((rung, *OTHER) for rung in ("stage1", "stage2", "stage3b"))}
 BY_VARIANT = pytest.mark.parametrize(
-    "variant",
-    [pytest.param(v, marks=[] if v in QUICK_VARIANTS else [pytest.mark.slow], id=name(v)) for v in VARIANTS],
+    "variant", [pytest.param(v, marks=[] if v in QUICK_VARIANTS else [pytest.mark.slow], id=name(v)) for v in VARIANTS]
 )
 #: For tests that compare several rungs.
 BOTH = pytest.mark.parametrize("target", [QUICK, pytest.param(OTHER, marks=pytest.mark.slow)])
@@ -170,9 +169,7 @@ def test_a_third_stage_takes_its_memory_and_full_fusion_fewer_barriers(
     assert stage2.counts["bar_sync"] >= 5
 
 
-def test_a_copying_warp_fits_without_taking_registers_from_the_multiplying_warps(
-    builds: dict[Variant, Built],
-) -> None:
+def test_a_copying_warp_fits_without_taking_registers_from_the_multiplying_warps(builds: dict[Variant, Built]) -> None:
     for arch in ARCHS:
         one, before = (builds[(rung, 64, "e4m3", arch)] for rung in ("stage3b_specialized", "stage3b"))
         # Two blocks of nine warps: five on one of the four schedulers, each with a quarter of 65536 registers.

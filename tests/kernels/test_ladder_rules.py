@@ -66,17 +66,9 @@ def test_exactly_the_illegal_combinations_are_refused() -> None:
         ("stage2", {"USE_THREE_STAGE_PIPE": 1}, "USE_THREE_STAGE_PIPE=1 needs USE_FUSED_SOFTMAX_PV=2"),
         ("stage3a", {"USE_THREE_STAGE_PIPE": 1}, "USE_THREE_STAGE_PIPE=1 needs USE_FUSED_SOFTMAX_PV=2"),
         ("stage2", {"USE_WARP_SPECIALIZATION": 1}, "USE_WARP_SPECIALIZATION=1 needs USE_FUSED_SOFTMAX_PV=2"),
-        (
-            "stage3b_pipe3",
-            {"USE_WARP_SPECIALIZATION": 1},
-            "USE_THREE_STAGE_PIPE=1 excludes USE_WARP_SPECIALIZATION=1",
-        ),
+        ("stage3b_pipe3", {"USE_WARP_SPECIALIZATION": 1}, "USE_THREE_STAGE_PIPE=1 excludes USE_WARP_SPECIALIZATION=1"),
         ("stage2", {"USE_PERSISTENT_CTAS": 1}, "USE_PERSISTENT_CTAS=1 needs USE_FUSED_SOFTMAX_PV=2"),
-        (
-            "stage3b_specialized",
-            {"USE_PERSISTENT_CTAS": 1},
-            "USE_WARP_SPECIALIZATION=1 excludes USE_PERSISTENT_CTAS=1",
-        ),
+        ("stage3b_specialized", {"USE_PERSISTENT_CTAS": 1}, "USE_WARP_SPECIALIZATION=1 excludes USE_PERSISTENT_CTAS=1"),
     ],
 )
 def test_the_refusal_names_the_rule(rung: str, changes: dict[str, int], rule: str) -> None:
@@ -307,10 +299,7 @@ def test_arguments_are_the_parameters_of_the_kernel(head_dim: int, rung: str) ->
 
 @pytest.mark.parametrize(
     ("rung", "phases", "scope"),
-    [
-        ("stage2", ladder.PHASES, "greenfast::"),
-        ("stage3b", ladder.REGISTER_PHASES, "greenfast::RegistersPhase::"),
-    ],
+    [("stage2", ladder.PHASES, "greenfast::"), ("stage3b", ladder.REGISTER_PHASES, "greenfast::RegistersPhase::")],
 )
 def test_phases_are_those_of_the_kernel(rung: str, phases: tuple[str, ...], scope: str) -> None:
     source = ladder.kernel(toggles(rung), "e4m3", SMALL, instrumented=True)

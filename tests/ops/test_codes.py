@@ -70,11 +70,7 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"query_scale": PLAIN.query_scale[..., :2].contiguous()}, ValueError, r"query_scale: .* \(2, 4, 3\) or \(2, 4\)"),
     ({"query_scale": PLAIN.query_scale[..., 0].contiguous()}, ValueError, r"key_scale: .*; \(2, 2\) is needed"),
     ({"key_scale": PLAIN.key_scale[..., :2].contiguous()}, ValueError, r"key_scale: .* \(2, 2, 3\) is needed"),
-    (
-        {"value_scale": PLAIN.value_scale[..., :1].contiguous()},
-        ValueError,
-        r"value_scale: .* or \(2, 2, 1, 128\)",
-    ),
+    ({"value_scale": PLAIN.value_scale[..., :1].contiguous()}, ValueError, r"value_scale: .* or \(2, 2, 1, 128\)"),
     ({"key_mean": PLAIN.key_mean[..., :72].contiguous()}, ValueError, r"key_mean: .* \(2, 2, 128\) is needed"),  # type: ignore[index]
     (
         {"key": torch.empty_strided(K.shape, (300, 600, 1, 1200), dtype=torch.uint8)},

@@ -146,11 +146,7 @@ def test_other_calls_are_refused_by_name() -> None:
     jagged = torch.nested.nested_tensor(rows, layout=torch.jagged).transpose(1, 2)
     for tensors, options, message in (
         (named, {"backward": "fp8"}, r"backward: 'fp8'; allowed are '16bit', '16bit_kept', '8bit', 'auto'"),
-        (
-            named,
-            {"attn_mask": torch.ones(40, 40).bool()},
-            "with softcap, .*attn_mask other than.*recomputes",
-        ),
+        (named, {"attn_mask": torch.ones(40, 40).bool()}, "with softcap, .*attn_mask other than.*recomputes"),
         (named, {"window": (3, 0), "softcap": 3.0}, "with softcap, .*attn_mask other than.*recomputes"),
         (named, {"return_lse": True}, "with softcap, .*attn_mask other than.*recomputes"),
         (named, {"backward": "16bit_kept", "window": (3, 0)}, r'recomputes the forward pass; "8bit" has them'),

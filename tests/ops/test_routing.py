@@ -60,10 +60,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"value": V[:, :2]}, "value: its heads differ from query's"),
     ({"value": torch.cat([V, V[:1]])}, "value: its batch differs from query's"),
     ({"key": K[:, :3], "value": V[:, :3], "enable_gqa": True}, "key: the heads of query are not a multiple"),
-    (
-        {"query": Q[..., :60], "key": K[..., :60], "value": V[..., :60]},
-        "query: head_dim 60; the kernels",
-    ),
+    ({"query": Q[..., :60], "key": K[..., :60], "value": V[..., :60]}, "query: head_dim 60; the kernels"),
     (dict(zip(("query", "key", "value"), LONG, strict=True)), "query: head_dim 264; the kernels take multiples"),
     ({"key": K.to("meta"), "value": V.to("meta")}, "key: on another device than query"),
 ]

@@ -44,16 +44,10 @@ def test_what_a_gpu_can_launch_has_no_fault(target: str) -> None:
         ({"grid": (0, 1, 1)}, "its grid is 0 x 1 x 1"),
         ({"grid": (1, 65536, 1)}, "its grid is 1 x 65536 x 1"),
         ({"grid": (2**31, 1, 1)}, "its grid is 2147483648 x 1 x 1"),
-        (
-            {"smem": 227 * 1024},
-            "a block asks for 233472 bytes of shared memory (232448 of them dynamic); on sm_90a",
-        ),
+        ({"smem": 227 * 1024}, "a block asks for 233472 bytes of shared memory (232448 of them dynamic); on sm_90a"),
         ({"smem": -1}, "a block asks for 1023 bytes of shared memory (-1 of them dynamic)"),
         ({"smem": 99 * 1024, "target": "sm_89"}, "on sm_89 it has at most 101376"),
-        (
-            {"block": (1024, 1, 1), "registers": 72},
-            "1024 threads of 72 registers need 73728; a block has at most",
-        ),
+        ({"block": (1024, 1, 1), "registers": 72}, "1024 threads of 72 registers need 73728; a block has at most"),
     ],
 )
 def test_what_it_cannot_is_said(asked: dict[str, object], says: str) -> None:

@@ -143,10 +143,7 @@ E4M3 = ("formats", "e4m3")
             changed("rungs", 0, "promises", to={"more_than_predecessor": ["hmma"]}),
             "rungs.scalar.promises.more_than_predecessor: the rung names no `after`",
         ),
-        (
-            changed("toggles", "USE_KV_LUT", "default", to=3),
-            r"toggles.USE_KV_LUT.default: 3 is not one of \[0, 1\]",
-        ),
+        (changed("toggles", "USE_KV_LUT", "default", to=3), r"toggles.USE_KV_LUT.default: 3 is not one of \[0, 1\]"),
     ],
 )
 def test_an_error_names_what_is_allowed(tmp_path: Path, config: object, said: str) -> None:

@@ -93,9 +93,7 @@ def test_wrong_gradients_are_beyond_the_bound(change: Callable[[dict[str, Tensor
 
 
 @pytest.mark.parametrize(
-    ("dims", "ignored"),
-    [(CAUSAL, "CAUSAL"), (WINDOW, "WINDOW"), (LENGTHS, "LENGTHS"), (WINDOW, "CAUSAL")],
-    ids=str,
+    ("dims", "ignored"), [(CAUSAL, "CAUSAL"), (WINDOW, "WINDOW"), (LENGTHS, "LENGTHS"), (WINDOW, "CAUSAL")], ids=str
 )
 def test_a_mask_that_is_ignored_is_beyond_the_bound(dims: dict[str, int], ignored: str) -> None:
     dims = dims | {"H": 1, "HK": 1}

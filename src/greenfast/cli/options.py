@@ -544,13 +544,8 @@ EXAMPLES: dict[str, dict[str, str]] = {
         "greenfast report --compare RUN OTHER_RUN": "the timings of two runs",
         "greenfast report results --html history.html": "a history of all runs",
     },
-    "list": {
-        "greenfast list": "the tasks",
-        "greenfast list fp8_sdpa": "the rungs and toggles of one",
-    },
-    "doctor": {
-        "greenfast doctor": "exits with 0 if greenfast.sdpa works here",
-    },
+    "list": {"greenfast list": "the tasks", "greenfast list fp8_sdpa": "the rungs and toggles of one"},
+    "doctor": {"greenfast doctor": "exits with 0 if greenfast.sdpa works here"},
     "completion": {
         "greenfast completion bash > ~/.local/share/bash-completion/completions/greenfast": "bash",
         "greenfast completion zsh > ~/.zfunc/_greenfast": "zsh, with fpath+=~/.zfunc before compinit",

@@ -20,10 +20,7 @@ from cuda.pathfinder import (
 from greenfast.spec.errors import MachineError
 
 # A header from each package that kernels include, and the pip package that provides it.
-_HEADERS = {
-    "cuda_fp8.h": "nvidia-cuda-runtime",
-    "crt/mma.h": "nvidia-cuda-crt",
-}
+_HEADERS = {"cuda_fp8.h": "nvidia-cuda-runtime", "crt/mma.h": "nvidia-cuda-crt"}
 _CCCL_HEADER = "cuda/std/version"
 #: Standard headers of C and C++ for kernels, such as <cstdint>, <cmath> and <stdio.h>; NVRTC has none.
 STANDARD_HEADERS = Path(__file__).parent / "standard"

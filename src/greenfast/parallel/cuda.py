@@ -11,14 +11,7 @@ import torch
 from torch import Tensor
 
 from greenfast.kernels.attention import hopper
-from greenfast.kernels.attention.config import (
-    ROW_BLOCK,
-    AttentionConfig,
-    Mask,
-    Sizes,
-    Strides,
-    contiguous_strides,
-)
+from greenfast.kernels.attention.config import ROW_BLOCK, AttentionConfig, Mask, Sizes, Strides, contiguous_strides
 from greenfast.kernels.merge import merge as merge_kernel
 from greenfast.kernels.quantize import qkv
 from greenfast.ops import cuda

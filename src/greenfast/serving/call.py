@@ -39,12 +39,7 @@ from greenfast.serving.checks import (
     should_check_values,
 )
 from greenfast.serving.launch_cache import record_attention, record_packed
-from greenfast.serving.pages import (
-    PAGE,
-    allocate_pages,
-    copy_codes,
-    count_pages,
-)
+from greenfast.serving.pages import PAGE, allocate_pages, copy_codes, count_pages
 from greenfast.serving.plan import GRADIENT_MESSAGE, ServingPlan, describe_tensor, parse_window, requires_grad
 
 Result = Tensor | tuple[Tensor, Tensor]

@@ -63,7 +63,7 @@ def test_no_writer_passes_on_what_is_acted_on(make: Callable[[], Any], write: Ca
 def test_junit_is_xml_with_the_text_in_it(make: Callable[[], Any]) -> None:
     whole = ElementTree.fromstring(junit(spoiled(make()), 13).encode())
     assert {element.tag for element in whole.iter()} <= {
-        *("testsuites", "testsuite", "properties", "property", "testcase", "failure", "error", "skipped", "system-out"),
+        *("testsuites", "testsuite", "properties", "property", "testcase", "failure", "error", "skipped", "system-out")
     }
     assert "]]> </failure>" in "".join(whole.itertext())
     assert r"\x1b[31m" in "".join(whole.itertext())

@@ -165,11 +165,7 @@ def _untimed() -> Side:
 
 def test_the_shape_asked_for_with_its_own_cache_state() -> None:
     def timed(name: str, warm: float, cold: float) -> Side:
-        timing = [
-            timing_row("mission", 0, 1.0),
-            timing_row("long", 0, warm),
-            timing_row("long", 0, cold, cache="cold"),
-        ]
+        timing = [timing_row("mission", 0, 1.0), timing_row("long", 0, warm), timing_row("long", 0, cold, cache="cold")]
         return side(name, p50_us=1, registers=84, smem=9, scale=1, hmma=1, timing=timing)
 
     speedups = [

@@ -138,15 +138,7 @@ def test_performance_tables() -> None:
     assert cells(text, "mission", "warm")[2:] == speedup
     candidate = cells(text, "candidate", "mission", "2")
     assert candidate[3:5] == ["graph slope", "warm"]
-    assert candidate[5:] == [
-        "658.4",
-        "671.6",
-        "665.0",
-        "13.30",
-        "2.00 %",
-        "1504",
-        "500 after 100, 7 discarded",
-    ]
+    assert candidate[5:] == ["658.4", "671.6", "665.0", "13.30", "2.00 %", "1504", "500 after 100, 7 discarded"]
     assert cells(text, "baseline", "mission", "0")[5] == "1200.8"
 
 

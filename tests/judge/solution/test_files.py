@@ -145,8 +145,7 @@ def test_a_message_of_the_compiler_names_the_users_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "text",
-    ['#define H "other.cuh"\n#include H\n', '#include \\\n"other.cuh"\n', '# /**/ include "other.cuh"\n'],
+    "text", ['#define H "other.cuh"\n#include H\n', '#include \\\n"other.cuh"\n', '# /**/ include "other.cuh"\n']
 )
 def test_every_way_to_include_a_file_is_followed(tmp_path: Path, text: str) -> None:
     folder = cuda(tmp_path / "mine")

@@ -52,13 +52,7 @@ def test_a_clock_without_visible_steps_costs_nothing() -> None:
 
 @pytest.mark.parametrize(
     ("samples", "step"),
-    [
-        ([4.0] * 9, 0.0),
-        ([4.0, 4.032, 4.096], 0.032),
-        ([4.0, 4.00004, 4.5], 0.5),
-        ([7.0], 0.0),
-        ([1, 3, 4.024], 1.024),
-    ],
+    [([4.0] * 9, 0.0), ([4.0, 4.032, 4.096], 0.032), ([4.0, 4.00004, 4.5], 0.5), ([7.0], 0.0), ([1, 3, 4.024], 1.024)],
 )
 def test_the_step_is_the_least_difference(samples: list[float], step: float) -> None:
     assert resolution_us(samples) == pytest.approx(step)

@@ -8,15 +8,7 @@ from statistics import median
 
 from markupsafe import Markup
 
-from greenfast.judge.record_schema import (
-    AnyRecord,
-    Build,
-    PhaseRecord,
-    Record,
-    Run,
-    Side,
-    largest_named_shape,
-)
+from greenfast.judge.record_schema import AnyRecord, Build, PhaseRecord, Record, Run, Side, largest_named_shape
 from greenfast.judge.report import facts, formatting, plots
 from greenfast.judge.report.facts import SHOWN, cached_section, counts_section, describe_source, speedup_table
 from greenfast.judge.report.formatting import Section

@@ -59,10 +59,7 @@ def program(
 
 
 def _capture(
-    solution: ResolvedSolution,
-    dims: Mapping[str, int],
-    buffers: Mapping[str, Buffer],
-    code: LoadedCode | Recording,
+    solution: ResolvedSolution, dims: Mapping[str, int], buffers: Mapping[str, Buffer], code: LoadedCode | Recording
 ) -> Program:
     """Return the program of a function, captured on a GPU (with its loaded code) or recorded."""
     function, given = _call_of(solution, buffers)
