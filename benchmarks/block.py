@@ -430,7 +430,8 @@ def picture(records: Sequence[Mapping[str, Any]]) -> str:
             if name == "block":
                 axes.bar_label(bars, [f"{speed:.2f}" if speed else "" for speed in speeds], fontsize=8, padding=1)
         axes.axhline(1.0, color="#444444", linewidth=0.8)
-        axes.set_xticks(range(len(rows)), [row["case"].replace(", ", "\n") for row in rows], fontsize=8)
+        labels = [row["case"].replace("-like, ", "-like\n").replace("-like", "\n-like") for row in rows]
+        axes.set_xticks(range(len(rows)), [label.replace("x 1k, ", "x 1k\n") for label in labels], fontsize=8)
         axes.set_ylabel("speed, best 16-bit attention = 1")
         axes.spines[["top", "right"]].set_visible(False)
         axes.margins(y=0.12)
