@@ -116,7 +116,10 @@ def test_the_parts_for_kernels_that_align_masks_at_the_end(
 ) -> None:
     """The parts for PyTorch's kernels add up to the whole; stand-ins replace those kernels."""
 
-    def kernels(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, masked: bool, scale: float) -> tuple[Tensor, ...]:
+    def kernels(
+        grad: Tensor, q: Tensor, k: Tensor, v: Tensor, masked: bool, scale: float, kept: None
+    ) -> tuple[Tensor, ...]:
+        assert kept is None
         assert not masked or q.shape[2] <= k.shape[2]
         return reference.compute_gradients(grad, q, k, v, 2 if masked else 0, scale)
 
