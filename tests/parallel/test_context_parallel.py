@@ -98,7 +98,7 @@ def test_a_block_agrees_with_one_process(ranks: Ranks, method: str) -> None:
     q, k, v = cases.inputs(**sizes)
     rope = cases.angles(sizes["shape"])
     alone = cases.attention_block(q, k, v, is_causal=True, q_norm=True, k_norm=True, rope=rope)
-    transform = parse_transform(q, k, True, True, 1e-6, rope, None, False)
+    transform = parse_transform(q, k, True, True, "rms", None, None, 1e-6, rope, None, False)
     assert transform is not None
     wanted = exact((*transform_both(q, k, transform), v), True)
     assert error(out, wanted) < 1.03 * error(alone, wanted) + 1e-3

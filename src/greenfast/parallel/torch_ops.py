@@ -93,10 +93,7 @@ for _name, _call, _shapes, _message in (
     ("context_attention", _forward, _forward_fake, None),
     ("context_attention_backward", _backward, _backward_fake, _SECOND_DERIVATIVE_MESSAGE),
 ):
-    torch_ops.LIBRARY.define(_name + _SCHEMAS[_name])
-    for _device in ("CPU", "CUDA"):
-        torch_ops.LIBRARY.impl(_name, _call, _device)
-    torch.library.register_fake(f"greenfast::{_name}", _shapes, lib=torch_ops.LIBRARY)
+    torch_ops.define_operator(_name, _SCHEMAS[_name], _call, _call, _shapes)
     autograd.register(torch_ops.LIBRARY, _name, _message, "context_attention_backward", 5)
 
 CONTEXT_ATTENTION = torch.ops.greenfast.context_attention.default

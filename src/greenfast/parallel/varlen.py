@@ -27,7 +27,7 @@ from greenfast.serving.pages import PAGE, KVPages, count_pages, find_sequences, 
 from greenfast.serving.torch_ops import NO_GRADIENT
 
 _SCHEMA = (
-    "context_varlen(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_seqlen_q, "
+    "(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_seqlen_q, "
     "SymInt max_seqlen_k, bool causal, float softcap, float scale, str method, bool balanced, str group) "
     "-> (Tensor, Tensor)"
 )
@@ -202,10 +202,7 @@ def _fake(q: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
     return torch.empty_like(q), q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
 
 
-torch_ops.LIBRARY.define(_SCHEMA)
-for _device in ("CPU", "CUDA"):
-    torch_ops.LIBRARY.impl("context_varlen", _run, _device)
-torch.library.register_fake("greenfast::context_varlen", _fake, lib=torch_ops.LIBRARY)
+torch_ops.define_operator("context_varlen", _SCHEMA, _run, _run, _fake)
 autograd.register(torch_ops.LIBRARY, "context_varlen", f"greenfast.flash_attn: {NO_GRADIENT}")
 
 CONTEXT_VARLEN = torch.ops.greenfast.context_varlen.default

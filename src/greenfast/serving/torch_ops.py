@@ -128,10 +128,6 @@ def _plan_fake(
     return cu_seqlens_q.new_empty(size)
 
 
-def _slots_cpu(*args: Any) -> tuple[Tensor, ...]:
-    return serving_pages.compute_token_slots(*args)
-
-
 def _slots_cuda(*args: Any) -> tuple[Tensor, ...]:
     result: tuple[Tensor, ...] = load_cuda().token_slots(*args)
     return result
@@ -176,14 +172,11 @@ _IMPLEMENTATIONS: dict[str, tuple[Any, Any, Any, str]] = {
     "paged_attention": (_attention_cpu, _attention_cuda, _attention_fake, "greenfast.flash_attn"),
     "paged_attention_out": (_attention_out_cpu, _attention_out_cuda, _attention_out_fake, "greenfast.flash_attn"),
     "paged_attention_plan": (_plan_cpu, _plan_cuda, _plan_fake, "greenfast.ServingPlan"),
-    "token_slots": (_slots_cpu, _slots_cuda, _slots_fake, "greenfast.flash_attn"),
+    "token_slots": (serving_pages.compute_token_slots, _slots_cuda, _slots_fake, "greenfast.flash_attn"),
     "append_kv": (_append_cpu, _append_cuda, _append_fake, "greenfast.append_kv"),
 }
 for _name, (_cpu, _cuda, _shapes, _call) in _IMPLEMENTATIONS.items():
-    torch_ops.LIBRARY.define(_name + _SCHEMAS[_name])
-    torch_ops.LIBRARY.impl(_name, _cpu, "CPU")
-    torch_ops.LIBRARY.impl(_name, _cuda, "CUDA")
-    torch.library.register_fake(f"greenfast::{_name}", _shapes, lib=torch_ops.LIBRARY)
+    torch_ops.define_operator(_name, _SCHEMAS[_name], _cpu, _cuda, _shapes)
     autograd.register(torch_ops.LIBRARY, _name, f"{_call}: {NO_GRADIENT}")
 
 _PAGED_ATTENTION = torch.ops.greenfast.paged_attention.default
