@@ -176,6 +176,38 @@ def test_sums_in_float16(n: int, shape: str, kind: str) -> None:
     assert np.isinf(got).any() == (kind == "f16")
 
 
+def test_moves_of_packed_sums_before_the_wait() -> None:
+    """Compilers unpack sums in flight and pack them again; another use of a half is a fault."""
+    left, right = (RNG.standard_normal((m, 16)).astype(np.float16) for m in (64, 8))
+    moves = """unsigned short h[4];
+asm volatile("mov.b32 {%0, %1}, %2;" : "=h"(h[0]), "=h"(h[1]) : "r"(d[0]));
+asm volatile("mov.b32 {%0, %1}, %2;" : "=h"(h[2]), "=h"(h[3]) : "r"(d[1]));
+USE
+mma_wait<0>();
+asm volatile("mov.b32 %0, {%1, %2};" : "=r"(d[0]) : "h"(h[0]), "h"(h[1]));
+asm volatile("mov.b32 %0, {%1, %2};" : "=r"(d[1]) : "h"(h[2]), "h"(h[3]));
+"""
+    product = "mma(d, descriptor(sa, 128, 256, 0), descriptor(sb, 128, 256, 0), 0);"
+    body = PLAIN + f"u32 d[N / 4]; mma_fence(); {product} mma_commit(); {moves}" + HALVES_STORE
+
+    def run_with(use: str) -> np.ndarray:
+        result = run(
+            "extern __shared__ __align__(1024) u8 s[];\n" + body.replace("USE", use),
+            {"a": left.view(np.uint8), "b": right.view(np.uint8)},
+            {"y": ((64, 8), "uint16")},
+            parameters="const u8* a, const u8* b, unsigned short* y",
+            args=("a", "b", "y"),
+            before="constexpr int N = 8;\n" + wgmma("mma", 8, "k16", "f16.f16.f16", tail=", 1, 1, 0, 0"),
+            dynamic=32768,
+        )
+        return result.outputs["y"].view(np.float16)
+
+    expected = (left.astype(np.float32) @ right.astype(np.float32).T).astype(np.float16)
+    np.testing.assert_array_max_ulp(run_with(""), expected, 1)
+    with pytest.raises(KernelFaultError, match=r"read of a wgmma's accumulator before a wgmma\.wait_group"):
+        run_with("y[threadIdx.x] = h[1];")
+
+
 TURNED = """
 __shared__ u64 bar;
 u8 *sa = s, *sb = s + 64 * 128;

@@ -155,6 +155,8 @@ class Program:
             return None
         if i.name == "mov" and self.products and wgmma.is_plain(i):
             return wgmma.move(i)
+        if i.name == "mov" and self.products and wgmma.is_repacking(i):
+            return wgmma.repack(i)
         try:
             return BUILDERS[i.name](i)
         except (ValueError, IndexError, KeyError, TypeError, AttributeError, AssertionError, StopIteration) as e:

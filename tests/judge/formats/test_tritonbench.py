@@ -35,6 +35,9 @@ def drop(x):
 
 def product(x, w):
     return x @ w
+
+def blank(x):
+    return torch.empty_like(x)
 """
 TEST = """
 import torch, double_problem
@@ -94,8 +97,11 @@ def test_each_call_of_the_test_becomes_a_shape(problem: Path, tmp_path: Path) ->
     x = placed.inputs["input0"].reshape(5, 4).copy().T
     x[:, [0, 2]] += placed.inputs["input1"].reshape(2, 4).T  # clone keeps the strides
     outputs = {"input0": x.T.reshape(-1), "output1": x.argmax(), "output0": x.sum(0)}
+    digest = placed.digest
     references = calls.references({"problem": 3}, 5, "")
+    assert placed.digest == digest == calls.make_case({"problem": 3}, 5, "").digest, "the reference changed the case"
     assert np.allclose(calls.decode(outputs, ""), references.exact, rtol=1e-6)
+    assert references.sizes == (5, 1, 20)
     assert references.bound[5] == 0  # the index
     rms = np.sqrt(np.mean(x.sum(0) ** 2))
     assert np.allclose(references.bound[:5], 2e-3 * (np.abs(x.sum(0)) + rms) + 1e-7, rtol=1e-5)
@@ -139,6 +145,7 @@ def test_answers_are_files_and_rows(problem: Path, tmp_path: Path) -> None:
         ("import torch\ndouble(torch.full((2,), float('nan')))", "a result is NaN"),
         ("import torch\nproduct(torch.ones(2, 2), torch.ones(2, 2, device='cuda'))", "on the CPU and on the GPU"),
         ("import torch\ndouble(torch.ones(2).cfloat())", "complex64"),
+        ("import torch\nblank(torch.ones(2, device='cuda'))", "leaves elements unwritten"),
     ],
 )
 def test_a_test_without_a_call_to_judge_is_refused_in_words(tmp_path: Path, test: str, message: str) -> None:

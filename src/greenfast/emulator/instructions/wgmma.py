@@ -354,20 +354,67 @@ def move(i: Instruction) -> Operation:
 
     def run(m: ResidentBlocks, lanes: ThreadSet) -> None:
         p = _products(m)
-        bad = p.unwritable(name, lanes)
-        if len(bad):
-            why = "write to a register that a wgmma in flight uses, before a wgmma.wait_group that covers it"
-            raise m.fault(f"{why} ({name})", int(lane_indices(lanes)[bad[0]]))
+        _require_writable(m, name, lanes)
         values = cast(m.register(origin)[lanes], parse_dtype(kind)) if constant is None else constant(m, lanes)
-        register = m.register(name)
-        if register.dtype != np.bool_ and values.dtype.itemsize == register.dtype.itemsize:
-            values = values.view(register.dtype)
-        register[lanes] = values
+        _write_bits(m, name, lanes, values)
         if origin in p.guards:
             p.guard(name).writes[lanes] = p.guards[origin].writes[lanes]
             p.guard(name).touched[lanes] = p.guards[origin].touched[lanes]
 
     return run
+
+
+def is_repacking(i: Instruction) -> bool:
+    """Return whether a mov packs two registers of 16 bits into one, or unpacks it."""
+    vectors = [o for o in i.operands if isinstance(o, Vector)]
+    others = [o for o in i.operands if not isinstance(o, Vector)]
+    names = [*others, *(item for vector in vectors for item in vector.items)]
+    is_halves = i.parts == ("b32",) and len(vectors) == 1 and len(names) == 3
+    return is_halves and all(isinstance(o, Register) and o.name != "_" for o in names)
+
+
+def repack(i: Instruction) -> Operation:
+    """Build such a mov in a kernel with wgmma: as in ``move``, the states of its sources go with their values.
+
+    The compiler unpacks the sums of a product with float16 accumulators before its wait, and packs them again after it.
+    """
+    target, source = i.operands
+    halves = [o.name for o in (source if isinstance(source, Vector) else target).items if isinstance(o, Register)]  # type: ignore[union-attr]
+    whole = (target if isinstance(source, Vector) else source).name  # type: ignore[union-attr]
+    targets, sources = ([whole], halves) if isinstance(source, Vector) else (halves, [whole])
+    word, half = parse_dtype("b32"), parse_dtype("b16")
+
+    def run(m: ResidentBlocks, lanes: ThreadSet) -> None:
+        p = _products(m)
+        for name in targets:
+            _require_writable(m, name, lanes)
+        if len(sources) == 2:
+            low, high = (cast(m.register(name)[lanes], half).astype(word) for name in sources)
+            _write_bits(m, whole, lanes, low | high << 16)
+        else:
+            bits = np.ascontiguousarray(cast(m.register(whole)[lanes], word))
+            for n, name in enumerate(targets):
+                _write_bits(m, name, lanes, (bits >> 16 * n).astype(half))
+        guards = [p.guards[name] for name in sources if name in p.guards]
+        for name in targets if guards else ():
+            p.guard(name).writes[lanes] = np.max([guard.writes[lanes] for guard in guards], axis=0)
+            p.guard(name).touched[lanes] = np.max([guard.touched[lanes] for guard in guards], axis=0)
+
+    return run
+
+
+def _require_writable(m: ResidentBlocks, name: str, lanes: ThreadSet) -> None:
+    bad = _products(m).unwritable(name, lanes)
+    if len(bad):
+        why = "write to a register that a wgmma in flight uses, before a wgmma.wait_group that covers it"
+        raise m.fault(f"{why} ({name})", int(lane_indices(lanes)[bad[0]]))
+
+
+def _write_bits(m: ResidentBlocks, name: str, lanes: ThreadSet, values: Values) -> None:
+    register = m.register(name)
+    if register.dtype != np.bool_ and values.dtype.itemsize == register.dtype.itemsize:
+        values = values.view(register.dtype)
+    register[lanes] = values
 
 
 def build(i: Instruction) -> Operation:

@@ -370,7 +370,7 @@ class CallProblem:
         def spread(values: Sequence[float]) -> NDArray[np.float64]:
             return np.concatenate([np.full(x.size, value) for value, x in zip(values, exact, strict=True)])
 
-        return build_tolerances([np.concatenate(exact)], spread(absolute), spread(shares), np.add)
+        return build_tolerances(exact, spread(absolute), spread(shares), np.add)
 
     def decode(self, outputs: Mapping[str, Array], fmt: str) -> NDArray[np.float64]:
         """Return the outputs, flat, in their order."""
@@ -398,14 +398,12 @@ class CallProblem:
         """Return the outputs of a call of the reference."""
         padded = [*inputs, *[torch.zeros(1, dtype=torch.uint8)] * (self._count - len(inputs))]
         with activate("sm_90", cuda_tensors_as_cpu=True, formal=False) as activation:
-            outputs = call(self._label, lambda: self._calls(*(x.cuda() for x in padded), number))
+            outputs = call(self._label, lambda: self._calls(*(x.clone().cuda() for x in padded), number))
             tensors = activation.tensors
             assert tensors is not None
-            for x in outputs:
-                if (
-                    tensors.mode.unwritten.find(x.untyped_storage().data_ptr(), x.untyped_storage().nbytes())
-                    is not None
-                ):
+            with without_modes():
+                storages = [x.untyped_storage() for x in outputs]
+                if any(tensors.mode.unwritten.find(s.data_ptr(), s.nbytes()) is not None for s in storages):
                     raise _LeftOutError("its reference leaves elements unwritten")
         return [x.detach() for x in outputs]
 
