@@ -1,7 +1,8 @@
 """Try the emulator on published collections: ``python -m benchmarks published_collections COLLECTION FOLDER``.
 
 FOLDER is a local copy of the collection's repository: ``tritonbench`` (thunlp/TritonBench), ``kernelbench_com``
-(Infatoshi/kernelbench.com). Each program runs in a confined process, and its outcome is written to ``--results``; a
+(Infatoshi/kernelbench.com; ``kernelbench_com_cuda``: its solutions with an extension in CUDA C++). Each program runs in
+a confined process, and its outcome is written to ``--results``; a
 program with an outcome is not run again. Run it three times: ``--mode emulator``, then ``--mode interpreter`` (Triton's
 own interpreter, the independent results) and ``--mode torch`` (PyTorch's references); ``--json FILE`` then writes the
 record of docs/trial.md. ``pygpubench`` (gpu-mode/pygpubench) writes its exploits as solutions for ``greenfast judge``.
@@ -41,7 +42,9 @@ def run_programs(programs: Sequence[PublishedProgram], mode: str, results: Path,
                     seconds,
                 )
         if mode == "emulator" or (mode == "interpreter" and launched(results, name)):
-            outcome = _run(program.source, program.test, mode, results / f"programs-{mode}" / name, 1, seconds)
+            outcome = _run(
+                program.source, program.test, mode, results / f"programs-{mode}" / name, 1, seconds, program.target
+            )
             if mode == "emulator" and program.reference_mode == "interpreter" and outcome.get("faults"):
                 # The test's inputs may be the cause, such as an index beyond its tensor: the reference shows it.
                 target = results / f"references-{mode}" / f"{reference}~1"
@@ -55,7 +58,9 @@ def launched(results: Path, name: str) -> bool:
     return bool(outcome.get("launches") or outcome.get("faults") or outcome.get("ended"))
 
 
-def _run(source: str, test: str, mode: str, target: Path, seed: int, seconds: int) -> dict[str, Any]:
+def _run(
+    source: str, test: str, mode: str, target: Path, seed: int, seconds: int, gpu: str = "sm_80"
+) -> dict[str, Any]:
     """Return the outcome of a program in the results folder; run it if there is none."""
     path = target.with_name(target.name + ".json")
     if path.is_file():
@@ -63,7 +68,9 @@ def _run(source: str, test: str, mode: str, target: Path, seed: int, seconds: in
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         os.environ |= {"TRITON_CACHE_DIR": f"{folder}/cache", "HOME": folder, "TMPDIR": folder}
-        outcome = run_confined({"source": source, "test": test, "mode": mode, "seed": seed}, Path(folder), seconds)
+        outcome = run_confined(
+            {"source": source, "test": test, "mode": mode, "seed": seed, "target": gpu}, Path(folder), seconds
+        )
         arrays = Path(folder) / "arrays.npz"
         if arrays.is_file():
             target.with_name(target.name + ".npz").write_bytes(arrays.read_bytes())

@@ -15,6 +15,7 @@ import re
 import resource
 import signal
 import sys
+import tempfile
 import time
 import traceback
 import types
@@ -30,8 +31,6 @@ from greenfast.device.sandbox import confine
 from greenfast.emulator.triton import activate
 
 #: Names of the checkpoints that the program's text calls.
-#: The GPU of TritonBench's own runs is an A100.
-TARGET = "sm_80"
 _BEGIN, _END = "__trial_begin__", "__trial_end__"
 _MOST_ELEMENTS = 1 << 24
 
@@ -278,9 +277,9 @@ KERNELS: list[str] = []
 
 
 @contextlib.contextmanager
-def emulated(faults: list[str]) -> Iterator[None]:
+def emulated(faults: list[str], target: str = "sm_80") -> Iterator[None]:
     """Let greenfast's emulator run kernels; note all faults, also those that the program catches."""
-    with activate(TARGET, cuda_tensors_as_cpu=True, on_launch=lambda report: KERNELS.append(report.kernel)) as active:
+    with activate(target, cuda_tensors_as_cpu=True, on_launch=lambda report: KERNELS.append(report.kernel)) as active:
         try:
             yield
         finally:
@@ -301,7 +300,7 @@ def run_program(job: dict[str, Any], folder: Path) -> dict[str, Any]:
     outside: list[str] = []
     faults: list[str] = []
     outcome: dict[str, Any] = {"outside": outside, "faults": faults}
-    contexts = {"interpreter": lambda: interpreted(outside, fill), "emulator": lambda: emulated(faults)}
+    contexts = {"interpreter": lambda: interpreted(outside, fill), "emulator": lambda: emulated(faults, job["target"])}
     module = types.ModuleType("program")
     module.__dict__["__file__"] = str(path)
     module.__name__ = "__main__" if "__main__" in job["test"] else "program"
@@ -346,9 +345,9 @@ def warm_up(mode: str) -> None:
 def run_confined(job: dict[str, Any], folder: Path, seconds: int) -> dict[str, Any]:
     """Fork a confined process that runs the job in a folder. Return its outcome, or how it ended.
 
-    job: source, test, mode and seed. seconds: of processor time; three times as much may pass.
+    job: source, test, mode, seed and target. seconds: of processor time; three times as much may pass.
     """
-    readable = [path for path in sys.path if path and os.path.isdir(path)]
+    readable = [path for path in (*sys.path, sys.prefix, sys.base_prefix) if path and os.path.isdir(path)]
     result = folder / "outcome.json"
     result.unlink(missing_ok=True)
     started = time.monotonic()
@@ -360,6 +359,7 @@ def run_confined(job: dict[str, Any], folder: Path, seconds: int) -> dict[str, A
             null = os.open(folder / "output.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
             os.dup2(null, 1)
             os.dup2(null, 2)
+            tempfile.tempdir = str(folder)  # an extension is built there
             applied = confine(readable, str(folder))
             outcome = run_program(job | {"arrays": str(folder / "arrays.npz")}, folder)
             result.write_text(json.dumps(outcome | {"sandbox": applied}), encoding="utf-8")

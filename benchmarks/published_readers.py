@@ -6,6 +6,7 @@ import random
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from greenfast.judge.formats.tritonbench import read_answers, split_problem
@@ -28,7 +29,7 @@ class PublishedProgram:
     """A program of a collection with its test.
 
     reference: a program with the right results in the same test; empty if the test computes them itself. label: the
-    verdict of the collection's authors.
+    verdict of the collection's authors. target: the GPU; TritonBench's own runs are on an A100.
     """
 
     identifier: str
@@ -38,6 +39,7 @@ class PublishedProgram:
     reference: str = ""
     reference_mode: str = "torch"
     label: str = ""
+    target: str = "sm_80"
 
 
 def read_tritonbench(folder: Path) -> list[PublishedProgram]:
@@ -60,9 +62,10 @@ def read_tritonbench(folder: Path) -> list[PublishedProgram]:
     return [programs[name] for name in sorted(programs)]
 
 
-def read_kernelbench_com(folder: Path) -> list[PublishedProgram]:
+def read_kernelbench_com(folder: Path, *, with_extension: bool = False) -> list[PublishedProgram]:
     """Return the labelled runs of kernelbench.com's deck "hard" with a published solution that is Triton or PyTorch.
 
+    with_extension: those with an extension in CUDA C++ instead.
     The solutions of runs before 14 June 2026 belong to an earlier reference of 01_fp8_gemm, ``fp8_gemm_before.py`` in
     the folder: ``git show 2a92c94:benchmarks/hard/problems/01_fp8_gemm/reference.py``.
     """
@@ -75,13 +78,14 @@ def read_kernelbench_com(folder: Path) -> list[PublishedProgram]:
         if not label or not problem or problem[1] not in SHAPES or file.stem not in solutions:
             continue
         source = solutions[file.stem].read_text(encoding="utf-8", errors="replace")
-        if "load_inline" in source or "cpp_extension" in source:
+        if ("load_inline" in source or "cpp_extension" in source) != with_extension:
             continue
         reference = folder / f"benchmarks/hard/problems-h100/{problem[1]}/reference.py"
         if problem[1] == "01_fp8_gemm" and file.stem < "20260614_13":
             reference = folder / "fp8_gemm_before.py"
         test = _model_test(reference.read_text(encoding="utf-8"), problem[1])
-        programs.append(PublishedProgram(file.stem, problem[1], source, test, label=label[1]))
+        target = "sm_90" if with_extension else "sm_80"
+        programs.append(PublishedProgram(file.stem, problem[1], source, test, label=label[1], target=target))
     return programs
 
 
@@ -113,6 +117,7 @@ for _call, _factor in (("first", 1.0), ("second", -0.75)):
 READERS: dict[str, Callable[[Path], list[PublishedProgram]]] = {
     "tritonbench": read_tritonbench,
     "kernelbench_com": read_kernelbench_com,
+    "kernelbench_com_cuda": partial(read_kernelbench_com, with_extension=True),
 }
 
 _KERNELS = {
