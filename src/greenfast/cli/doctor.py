@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
         print("\nnothing can run here until what is MISSING is there")
     elif not static:
         print(
-            "\nattention works here (greenfast.sdpa); judge and the other commands need the EXTRA packages: "
+            "\nattention works here (greenfast.sdpa); judge and the other commands need the parts marked EXTRA: "
             f"{install_command('judge')}"
         )
     elif gpu_gates(findings):
