@@ -1,8 +1,8 @@
 """Gradients of attention by 8-bit products on Hopper: ``sdpa(..., backward="8bit")``.
 
 ``compute_gradients`` is ``quantize``, which converts Q, K, V and dO to codes, and ``launch``, which computes the
-gradients from these. ``encode`` defines the codes, by PyTorch's operators on any device. docs/training.md describes the
-formats and their errors.
+gradients from these. ``encode`` defines the codes, by PyTorch's operators on any device. docs/training-kernels.md
+describes the formats and their errors.
 """
 
 from __future__ import annotations
