@@ -25,15 +25,21 @@ from typing import Any, TypeAlias
 
 from greenfast.judge.formats.schema import (
     DEFINITION,
+    REFERENCE,
+    SEED,
+    SETTING,
     WORKLOADS,
     Definition,
     ForeignSolution,
+    RobustSetting,
     ScalarInput,
     Workload,
     evaluate_dims,
     read_definition,
     read_foreign_solution,
+    read_settings,
     read_workloads,
+    safe_name,
 )
 from greenfast.judge.formats.tritonbench import (
     ENTRY,
@@ -54,10 +60,8 @@ from greenfast.spec.files import read_file
 CONVERTED, SOLUTIONS = "converted", "converted_solutions"
 #: The only format of such a problem. Its tensors are not quantized.
 FORMAT = "as_given"
-REFERENCE = "reference"
 #: A limit that never fails: only the tolerance decides.
 _OPEN = 1e300
-_NAME = re.compile(r"[^A-Za-z0-9_.+-]+")
 _PROBLEM = '''"""{name}: read from {definition}, by its own reference; only a tolerance is known of its errors."""
 
 from pathlib import Path
@@ -80,8 +84,8 @@ _built = load(name="solution", sources=_sources, extra_include_paths=[str(_folde
 '''
 
 
-#: A solution's name, and the files of its folder by name.
-ConvertedSolution: TypeAlias = "tuple[str, dict[str, str | bytes]]"
+#: The files of a converted solution's folder by name.
+Files: TypeAlias = "dict[str, str | bytes]"
 
 
 def import_problem(name: str, out: Path, workloads: Path | None = None) -> str:
@@ -107,14 +111,15 @@ def import_solution(path: Path, problem: Path, out: Path) -> Path:
 
     problem: the folder of the task that it is judged by. Raises UsageError if the two do not belong together.
     """
+    name = safe_name(path.stem)
     if is_foreign_solution(path):
         name, files = convert_solution(path, problem)
     elif is_robust_solution(path, problem):
-        name, files = convert_robust_solution(path, problem)
+        files = convert_robust_solution(path, problem, name)
     elif is_kernelbench(path, NEW_MODEL) and (problem / ORIGINAL).is_file():
-        name, files = convert_model(path, problem)
+        files = convert_model(path, problem, name)
     elif path.is_file() and is_tritonbench_answer(path, problem):
-        name, files = convert_tritonbench_answer(path, problem)
+        files = convert_tritonbench_answer(path, problem, name)
     else:
         return path
     folder = out / SOLUTIONS / name
@@ -186,8 +191,8 @@ def convert_definition(files: DefinitionFiles, parent: Path) -> Path:
     )
 
 
-def convert_solution(path: Path, problem: Path) -> ConvertedSolution:
-    """Convert a solution of a definition.
+def convert_solution(path: Path, problem: Path) -> tuple[str, Files]:
+    """Convert a solution of a definition. Return its name and files.
 
     problem: the folder of the converted definition. Raises UsageError if it is another task's or another definition's,
     and for a solution in a language that is not judged.
@@ -202,7 +207,7 @@ def convert_solution(path: Path, problem: Path) -> ConvertedSolution:
             "definition, or correct its key definition"
         )
     file, _, function = given.spec.entry_point.partition("::")
-    files: dict[str, str | bytes] = {source.path: source.content for source in given.sources}
+    files: Files = {source.path: source.content for source in given.sources}
     if Path(file).suffix != ".py":
         file = "greenfast_extension.py"
         files[file] = _extension(path, given, function)
@@ -310,11 +315,6 @@ def callable_config(name: str, file: str, author: str, launch: Mapping[str, Any]
     return _json({"name": name, "language": "callable", "file": file, "author": author, "launches": [launch]})
 
 
-def safe_name(text: str) -> str:
-    """Convert a text to a valid name of a task or solution."""
-    return _NAME.sub("_", text)[:200].strip("_.+-") or "unnamed"
-
-
 def _json(data: Any) -> str:
     return json.dumps(data, indent=2) + "\n"
 
@@ -332,10 +332,6 @@ def _has(path: Path, keys: Sequence[str]) -> bool:
 MODEL, NEW_MODEL = "Model", "ModelNew"
 #: The file as it was given, in a converted problem's and solution's folder.
 ORIGINAL = "original.py"
-#: The dimension that numbers the settings of a problem with a model, from 1.
-SETTING = "problem"
-#: The seed of both models' parameters.
-SEED = 42
 
 _MODEL_PROBLEM = '''"""{name}: a problem of KernelBench; only a tolerance is known of its errors."""
 
@@ -395,14 +391,13 @@ def convert_problem(path: Path, parent: Path) -> Path:
     )
 
 
-def convert_model(path: Path, problem: Path) -> ConvertedSolution:
+def convert_model(path: Path, problem: Path, name: str) -> Files:
     """Convert a solution with ModelNew. problem: the folder of the converted problem."""
-    name = safe_name(path.stem)
     files = _model_files(name, read_file(problem / ORIGINAL), "new_model", NEW_MODEL)
-    return name, {"new_model.py": read_file(path), **files}
+    return {"new_model.py": read_file(path), **files}
 
 
-def _model_files(name: str, problem: bytes, module: str, model: str) -> dict[str, str | bytes]:
+def _model_files(name: str, problem: bytes, module: str, model: str) -> Files:
     return {
         ORIGINAL: problem,
         "entry.py": _ENTRY.format(module=module, model=model, seed=SEED),
@@ -454,14 +449,6 @@ _forward = load(name="solution", sources=[_source], extra_cuda_cflags=["-O3", "-
 """
 
 
-@dataclass(frozen=True)
-class RobustSetting:
-    """The keyword arguments of Model and of get_inputs."""
-
-    init: dict[str, Any]
-    inputs: dict[str, Any]
-
-
 def find_robust_problem(path: Path) -> Path | None:
     """Return the folder of a problem of robust-kbench that a path names; None for another path."""
     folder = path.parent if path.name == FUNCTION else path
@@ -471,34 +458,6 @@ def find_robust_problem(path: Path) -> Path | None:
 def is_robust_solution(path: Path, problem: Path) -> bool:
     """Return whether a file is a CUDA file with a Python binding, for the converted problem of robust-kbench."""
     return (problem / KEPT_SETTINGS).is_file() and path.suffix == ".cu" and b"PYBIND11_MODULE" in read_file(path)
-
-
-def read_settings(path: Path) -> tuple[list[RobustSetting], int]:
-    """Return the settings of a problem of robust-kbench, and how many of them are "single": its own default.
-
-    Raises UsageError for a file of another form.
-    """
-    try:
-        given = json.loads(read_file(path))
-        both = [
-            [
-                RobustSetting({**init, **shared}, {**inputs, **shared})
-                for init in given[f"{kind}_init_configs"]
-                for inputs in given[f"{kind}_input_configs"]
-                for shared in given[f"{kind}_shared_configs"]
-            ]
-            for kind in ("single", "multi")
-            if f"{kind}_init_configs" in given
-        ]
-    except (ValueError, KeyError, TypeError, RecursionError) as e:
-        raise UsageError(
-            f"{path}: cannot be read ({type(e).__name__}: {e}); it has single_init_configs, single_input_configs and "
-            "single_shared_configs, and the same with multi"
-        ) from None
-    settings = [setting for several in both for setting in several]
-    if not settings:
-        raise UsageError(f"{path}: has no setting; single_init_configs, ..._input_configs and ..._shared_configs do")
-    return settings, len(both[0])
 
 
 def convert_robust_problem(folder: Path, parent: Path) -> Path:
@@ -527,15 +486,14 @@ def convert_robust_problem(folder: Path, parent: Path) -> Path:
     )
 
 
-def convert_robust_solution(path: Path, problem: Path) -> ConvertedSolution:
+def convert_robust_solution(path: Path, problem: Path, name: str) -> Files:
     """Convert a CUDA file. problem: the folder of the converted problem."""
     settings, _ = read_settings(problem / KEPT_SETTINGS)
-    name = safe_name(path.stem)
     files = _robust_files(name, read_file(problem / ORIGINAL), settings, _ROBUST_BUILD.format(kernel=KERNEL))
-    return name, {KERNEL: read_file(path), **files}
+    return {KERNEL: read_file(path), **files}
 
 
-def _robust_files(name: str, problem: bytes, settings: Sequence[RobustSetting], build: str) -> dict[str, str | bytes]:
+def _robust_files(name: str, problem: bytes, settings: Sequence[RobustSetting], build: str) -> Files:
     assigned = [s for s in ast.parse(problem).body if isinstance(s, ast.Assign)]
     names = [s.value for s in assigned if ast.unparse(s.targets[0]) == "input_names"]
     if not names or not isinstance(names[-1], ast.List):
@@ -588,12 +546,11 @@ def convert_tritonbench_problem(path: Path, parent: Path) -> Path:
     )
 
 
-def convert_tritonbench_answer(path: Path, problem: Path) -> ConvertedSolution:
+def convert_tritonbench_answer(path: Path, problem: Path, name: str) -> Files:
     """Convert an answer. problem: the folder of the converted problem.
 
     Raises UsageError for a JSONL file without an answer to it.
     """
-    name = safe_name(path.stem)
     if path.suffix == ".jsonl":
         programs = [code for file, code in read_answers(path) if safe_name(Path(file).stem) == problem.name]
         if not programs:
@@ -604,7 +561,7 @@ def convert_tritonbench_answer(path: Path, problem: Path) -> ConvertedSolution:
     reference = problem / REFERENCE
     arguments = json.loads(read_file(reference / "solution.json"))["launches"][0]["args"]
     entry = read_file(reference / ENTRY)
-    return name, {PROGRAM: program, ENTRY: entry, "solution.json": _call_solution(name, arguments)}
+    return {PROGRAM: program, ENTRY: entry, "solution.json": _call_solution(name, arguments)}
 
 
 def _call_solution(name: str, arguments: Sequence[str]) -> str:

@@ -21,9 +21,10 @@ import torch
 from numpy.typing import NDArray
 
 from greenfast.emulator.triton.cuda_tensors import CudaTensors
-from greenfast.judge.formats.convert import SEED, SETTING, read_settings
 from greenfast.judge.formats.schema import (
     DEFINITION,
+    SEED,
+    SETTING,
     WORKLOAD,
     WORKLOADS,
     Allowed,
@@ -33,6 +34,7 @@ from greenfast.judge.formats.schema import (
     Tensor,
     Workload,
     read_definition,
+    read_settings,
     read_workloads,
 )
 from greenfast.judge.task import import_file

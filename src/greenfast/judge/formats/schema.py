@@ -1,4 +1,4 @@
-"""The JSON schema of FlashInfer-Trace and of its extension SOL-ExecBench.
+"""The data of foreign formats: FlashInfer-Trace with its extension SOL-ExecBench, and robust-kbench's settings.
 
 Sources: flashinfer-bench, docs/flashinfer-trace (definition, workload, solution, trace); SOL-ExecBench, docs (the same
 pages). Keys without influence on the judgement (descriptions, tags) are ignored.
@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import ast
 import codecs
+import json
+import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, cast
 
@@ -22,6 +25,13 @@ from greenfast.spec.files import read_file
 
 #: The files of a converted problem's folder.
 DEFINITION, WORKLOADS = "definition.json", "workloads.jsonl"
+#: The folder of a converted problem's baseline.
+REFERENCE = "reference"
+#: The dimension that numbers the settings of a problem with a model, from 1.
+SETTING = "problem"
+#: The seed of both models' parameters.
+SEED = 42
+_NAME = re.compile(r"[^A-Za-z0-9_.+-]+")
 #: The dimension that distinguishes workloads with equal axes: the workload's number, from 1.
 WORKLOAD = "workload"
 #: The supported dtypes, with the names of NumPy and ml_dtypes. 4-bit formats have no array type.
@@ -226,6 +236,47 @@ def read_foreign_solution(path: Path) -> ForeignSolution:
         if Path(name).is_absolute() or ".." in Path(name).parts:
             raise UsageError(f"{path}: sources: {name} is outside of the solution")
     return solution
+
+
+@dataclass(frozen=True)
+class RobustSetting:
+    """The keyword arguments of Model and of get_inputs."""
+
+    init: dict[str, Any]
+    inputs: dict[str, Any]
+
+
+def read_settings(path: Path) -> tuple[list[RobustSetting], int]:
+    """Return the settings of a problem of robust-kbench, and how many of them are "single": its own default.
+
+    Raises UsageError for a file of another form.
+    """
+    try:
+        given = json.loads(read_file(path))
+        both = [
+            [
+                RobustSetting({**init, **shared}, {**inputs, **shared})
+                for init in given[f"{kind}_init_configs"]
+                for inputs in given[f"{kind}_input_configs"]
+                for shared in given[f"{kind}_shared_configs"]
+            ]
+            for kind in ("single", "multi")
+            if f"{kind}_init_configs" in given
+        ]
+    except (ValueError, KeyError, TypeError, RecursionError) as e:
+        raise UsageError(
+            f"{path}: cannot be read ({type(e).__name__}: {e}); it has single_init_configs, single_input_configs and "
+            "single_shared_configs, and the same with multi"
+        ) from None
+    settings = [setting for several in both for setting in several]
+    if not settings:
+        raise UsageError(f"{path}: has no setting; single_init_configs, ..._input_configs and ..._shared_configs do")
+    return settings, len(both[0])
+
+
+def safe_name(text: str) -> str:
+    """Convert a text to a valid name of a task or solution."""
+    return _NAME.sub("_", text)[:200].strip("_.+-") or "unnamed"
 
 
 def _text(path: Path) -> bytes:
