@@ -178,12 +178,7 @@ def _sarif_result(fault: CountedFault, rule: int, places: _Places) -> dict[str, 
         result["locations"] = [location]
     if len(fault.stack) > 1:
         frames = [
-            {
-                "location": {
-                    "physicalLocation": places.locate(line.file, line.line),
-                    "message": {"text": line.function},
-                }
-            }
+            {"location": {"physicalLocation": places.locate(line.file, line.line), "message": {"text": line.function}}}
             for line in fault.stack
         ]
         result["stacks"] = [{"message": {"text": "inlined from"}, "frames": frames}]

@@ -392,11 +392,7 @@ torch_ops.define_operator(
     "varlen_backward", f"(Tensor grad, {_ARGUMENTS}) -> (Tensor, Tensor, Tensor, Tensor)", _backward_by_sequence,
     _backward_cuda, _backward_fake,
 )  # fmt: skip
-autograd.register(
-    torch_ops.LIBRARY,
-    "varlen_backward",
-    "greenfast.varlen_attn: its gradients are not differentiable",
-)
+autograd.register(torch_ops.LIBRARY, "varlen_backward", "greenfast.varlen_attn: its gradients are not differentiable")
 
 VARLEN = torch.ops.greenfast.varlen.default
 VARLEN_LSE = torch.ops.greenfast.varlen_lse.default

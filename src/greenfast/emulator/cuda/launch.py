@@ -23,13 +23,7 @@ from greenfast.emulator.result import GridResult
 from greenfast.spec.errors import GreenfastError
 
 #: Kinds of faults -> the error of CUDA's runtime that a GPU would give; others: cudaErrorLaunchFailure.
-_ERRORS = {
-    "out-of-bounds": 700,
-    "misaligned-access": 716,
-    "deadlock": 702,
-    "endless-loop": 702,
-    "unsupported": 801,
-}
+_ERRORS = {"out-of-bounds": 700, "misaligned-access": 716, "deadlock": 702, "endless-loop": 702, "unsupported": 801}
 _LAUNCH_FAILURE, _ASSERT = 719, 710
 
 

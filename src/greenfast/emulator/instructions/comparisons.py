@@ -139,9 +139,4 @@ def slct(i: Instruction) -> Operation:
     return elementwise(i, function, types=[kind, kind, third], out=kind)
 
 
-BUILDERS: dict[str, Callable[[Instruction], Operation]] = {
-    "setp": setp,
-    "set": set_value,
-    "selp": selp,
-    "slct": slct,
-}
+BUILDERS: dict[str, Callable[[Instruction], Operation]] = {"setp": setp, "set": set_value, "selp": selp, "slct": slct}

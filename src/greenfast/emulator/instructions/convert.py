@@ -183,10 +183,7 @@ def _pair(i: Instruction, source: str) -> Callable[[ResidentBlocks, ThreadSet], 
 
         def split(m: ResidentBlocks, lanes: ThreadSet) -> tuple[Values, Values]:
             bits = np.asarray(both(m, lanes))
-            return (
-                (bits >> np.uint32(16)).astype(np.uint16).view(np.float16),
-                bits.astype(np.uint16).view(np.float16),
-            )
+            return ((bits >> np.uint32(16)).astype(np.uint16).view(np.float16), bits.astype(np.uint16).view(np.float16))
 
         return split
     raise unsupported(i)

@@ -19,11 +19,7 @@ from greenfast.emulator.machine.counts import Counts
 from greenfast.emulator.machine.environment import USUAL, WARPS, Surroundings
 from greenfast.emulator.machine.epochs import EpochRaces
 from greenfast.emulator.machine.in_flight import BulkLoad, BulkStore
-from greenfast.emulator.machine.memory import (
-    UNWRITTEN,
-    WRITTEN,
-    Arena,
-)
+from greenfast.emulator.machine.memory import UNWRITTEN, WRITTEN, Arena
 from greenfast.emulator.machine.ordering import Ordering
 from greenfast.emulator.machine.phases import PhaseCounts
 from greenfast.emulator.machine.proxies import Proxies

@@ -36,11 +36,7 @@ _PANEL = 128  # bytes in a row of a tile in shared memory: the widest swizzle
 
 
 def kernel(
-    config: AttentionConfig,
-    sizes: Sizes,
-    multiprocessors: int = TARGET.multiprocessors,
-    *,
-    tiles: Tiling | None = None,
+    config: AttentionConfig, sizes: Sizes, multiprocessors: int = TARGET.multiprocessors, *, tiles: Tiling | None = None
 ) -> KernelSource:
     """Render the kernel of an attention.
 

@@ -33,7 +33,7 @@ def launch(sequences: int, tokens: int, page: int, entries: int, table_row: int,
     made_table = np.int64(0) if "block_table" in optional else "made_table"
     numbers = (np.int32(n) for n in (sequences, tokens, page, entries))
     params = Struct(
-        ("starts", *pointers.values(), made_table, "slots", "positions", "lengths", *numbers, np.int64(table_row)),
+        ("starts", *pointers.values(), made_table, "slots", "positions", "lengths", *numbers, np.int64(table_row))
     )
     work = max(tokens, sequences, 0 if "block_table" in optional else sequences * entries)
     return Launch(grid=(max(1, min(_MOST_BLOCKS, -(-work // _THREADS))), 1, 1), args=(params,))
