@@ -121,13 +121,14 @@ def test_extras_are_those_of_pyproject() -> None:
     assert requirements("cute") == packages["cute"]
     assert requirements("evolve") - {"greenfast[judge]"} == packages["evolve"]
     assert requirements("all") == {"greenfast[evolve,judge,transformers]"}
-    assert "greenfast[all,docs]" in requirements("dev")
+    assert requirements("compiled") == {"greenfast[emulator]", "llvmlite"}
+    assert "greenfast[all,compiled,docs]" in requirements("dev")
     assert not requirements("dependencies") & {*packages["judge"], "nvidia-cuda-nvdisasm"}
 
 
 def test_the_lock_has_all_that_extras_bring() -> None:
     locked = set(re.findall(r"^([\w-]+)==", (ROOT / "requirements.lock").read_text(), re.MULTILINE))
-    for table in ("dependencies", "emulator", "judge", "evolve", "transformers", "docs", "dev"):
+    for table in ("dependencies", "emulator", "compiled", "judge", "evolve", "transformers", "docs", "dev"):
         assert {name for name in requirements(table) if "[" not in name} <= locked
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from greenfast.emulator.machine.environment import UNDEFINED
-from greenfast.emulator.ptx.syntax import Address, Function, Instruction, Operand, Register, Special, Symbol, Vector
+from greenfast.emulator.ptx.syntax import Address, Function, Instruction, Special, Symbol, list_registers
 from greenfast.spec.kernel import MAP_BYTES
 
 #: Instructions that compute a predicate from values.
@@ -65,9 +65,9 @@ def find_written_pointers(function: Function) -> set[str]:
     for i in function.code:
         if i.name in ("st", "red", "atom", "cp", "multimem"):
             addressed = i.operands[1:2] if i.name == "atom" else i.operands[:1]
-            written.update(*(held.get(name, ()) for operand in addressed for name in _registers(operand)))
+            written.update(*(held.get(name, ()) for operand in addressed for name in list_registers(operand)))
         if i.name == "tensormap":  # the memory of the map, and what a store by it may write
-            written.update(*(held.get(name, ()) for operand in i.operands for name in _registers(operand)))
+            written.update(*(held.get(name, ()) for operand in i.operands for name in list_registers(operand)))
         if i.name == "cp" and "tensor" in i.parts and i.parts.index("global") < len(i.parts) - 1:
             written |= {parameter.name for parameter in function.params if parameter.size == MAP_BYTES}
     return written
@@ -104,7 +104,7 @@ def _follow(function: Function, begins: Callable[[Instruction], set[str]], *, lo
             if i.name in _NO_RESULT:
                 continue
             sources = start if i.name == "ld" and not loads else start | _sources(i, held)
-            for name in _registers(i.operands[0]) if sources and i.operands else ():
+            for name in list_registers(i.operands[0]) if sources and i.operands else ():
                 before = held.setdefault(name, set())
                 if not sources <= before:
                     before |= sources
@@ -114,21 +114,7 @@ def _follow(function: Function, begins: Callable[[Instruction], set[str]], *, lo
 
 def _sources(i: Instruction, held: dict[str, set[str]]) -> set[str]:
     """Return the origins of the guard and of all operands after the first."""
-    names = [name for operand in i.operands[1:] for name in _registers(operand)]
+    names = [name for operand in i.operands[1:] for name in list_registers(operand)]
     if i.guard is not None:
         names.append(i.guard[0])
     return {source for name in names for source in held.get(name.lstrip("!"), ())}
-
-
-def _registers(operand: Operand) -> list[str]:
-    """Return the registers in an operand."""
-    if isinstance(operand, Register):
-        return [operand.name]
-    if isinstance(operand, Vector):
-        return [name for item in operand.items for name in _registers(item)]
-    if isinstance(operand, Address):
-        base = [operand.base.name] if isinstance(operand.base, Register) else []
-        return [*base, *(name for item in operand.coordinates for name in _registers(item))]
-    if isinstance(operand, Symbol):  # a negated predicate, or two predicates
-        return [part.lstrip("!") for part in operand.name.split("|")]
-    return []

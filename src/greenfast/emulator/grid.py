@@ -14,13 +14,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from greenfast.device.toolchain import include_dirs
+from greenfast.emulator.compiled.stretches import bind_stretches
 from greenfast.emulator.dependence import find_dependence
 from greenfast.emulator.lockstep import LockstepScheduler
 from greenfast.emulator.machine.access_log import GlobalRecord, RestartWithReadTracking
 from greenfast.emulator.machine.blocks import WARP, Geometry
 from greenfast.emulator.machine.counts import Counts
 from greenfast.emulator.machine.environment import OTHER, USUAL, Surroundings
-from greenfast.emulator.machine.epochs import RestartWarpByWarp
+from greenfast.emulator.machine.epochs import RestartCompiled, RestartWarpByWarp
 from greenfast.emulator.machine.faults import KernelFaultError
 from greenfast.emulator.machine.launch_order import LaunchOrder
 from greenfast.emulator.machine.memory import FUNCTION_BASE, GLOBAL_BASE, LEFT, UNWRITTEN, WRITTEN, GlobalMemory
@@ -241,7 +242,7 @@ def run_chain(
                     if allocation in changed
                 }
                 return result
-            except (RestartWithReadTracking, RestartWarpByWarp) as restart:
+            except (RestartWithReadTracking, RestartCompiled, RestartWarpByWarp) as restart:
                 chain.running.prepare_restart(restart)
             except GreenfastError:
                 raise
@@ -481,14 +482,16 @@ class _Chain:
             self.by_phase.begin(machine.lanes)
         try:
             order = seed + int(machine.blocks[0]), seed
-            if machine.lockstep_units:
-                LockstepScheduler(machine, program, *order).run()
-            elif self.observer is None:
-                Scheduler(machine, program, *order).run()
-            else:
+            if self.observer is not None:
                 ObservedScheduler(machine, program, *order, self.observer).run()
+            else:
+                scheduler = (LockstepScheduler if machine.lockstep_units else Scheduler)(machine, program, *order)
+                scheduler.compiled = compiled = bind_stretches(machine, program)
+                scheduler.run()
+                if compiled is not None:
+                    compiled.flush()
             program.laggards |= machine.races.laggards
-        except (RestartWithReadTracking, RestartWarpByWarp):
+        except (RestartWithReadTracking, RestartCompiled, RestartWarpByWarp):
             raise
         except Exception as e:
             if machine.lockstep_units:  # the next run finds and describes a fault

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
+from greenfast.emulator.compiled.stretches import Liveness, Stretch
 from greenfast.emulator.instructions import (
     access,
     arithmetic,
@@ -33,7 +35,7 @@ from greenfast.emulator.instructions.operands import TYPES
 from greenfast.emulator.instructions.printf import call
 from greenfast.emulator.machine.access_log import RestartWithReadTracking
 from greenfast.emulator.machine.blocks import ThreadSet, lane_indices
-from greenfast.emulator.machine.epochs import RestartWarpByWarp
+from greenfast.emulator.machine.epochs import SPANS, RestartCompiled, RestartWarpByWarp
 from greenfast.emulator.machine.ordering import DEVICE, parse_scope
 from greenfast.emulator.machine.progress import find_endless_branches, find_polling_branches, is_polled
 from greenfast.emulator.machine.state import Operation, ResidentBlocks
@@ -118,19 +120,33 @@ class Program:
         self.lockstep_units = _find_lockstep_units(function)
         #: Buffers that a run has found to be both read and written.
         self.tracked: frozenset[str] = frozenset()
+        #: Stretches to compile (compiled/stretches.py), without and with loads and stores; the way of compiling these.
+        self.stretches: dict[bool, dict[int, Stretch]] = {}
+        self.compiled_accesses = SPANS
         self.keys = [_count_key(i) for i in function.code]
         self.sync_groups = {pc: m for pc, i in enumerate(function.code) if (m := parse_sync_group(i)) is not None}
 
-    def prepare_restart(self, restart: RestartWithReadTracking | RestartWarpByWarp) -> None:
-        """Change how the next run goes: with more reads recorded, or warp by warp."""
+    @cached_property
+    def liveness(self) -> Liveness:
+        """The registers that are read later."""
+        return Liveness(self.function)
+
+    def prepare_restart(self, restart: RestartWithReadTracking | RestartCompiled | RestartWarpByWarp) -> None:
+        """Change how the next run goes: with more reads recorded, other compiled accesses, or warp by warp."""
         if isinstance(restart, RestartWithReadTracking):
             self.tracked |= {restart.name}
+        elif isinstance(restart, RestartCompiled):
+            self.compiled_accesses = restart.mode
+            for stretch in self.stretches[True].values():
+                if "shared" in stretch.loads:
+                    stretch.code.clear()
         else:
             self.lockstep_units = None
 
     def forcing(self, pc: int) -> Program:
         """Return a copy of the program that inverts each thread's first result of a comparison."""
         other = copy.copy(self)
+        other.stretches = {False: {}, True: {}}  # machine code knows nothing of it
         other.operations = list(self.operations)
         other.operations[pc] = _invert(self.operations[pc], self.function.code[pc])
         return other

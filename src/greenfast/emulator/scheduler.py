@@ -16,6 +16,7 @@ from collections.abc import Container, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from greenfast.emulator.compiled.stretches import CompiledCode, Stretch
 from greenfast.emulator.instructions import mbarrier, tma
 from greenfast.emulator.instructions.barriers import NamedBarriers
 from greenfast.emulator.instructions.convergence import SyncGroups
@@ -88,6 +89,8 @@ class Scheduler:
         # Per warp: instructions executed since the last event, and the number of events then.
         self.silent_runs = [(0, -1)] * machine.warps
         self.ended = machine.ended
+        #: Stretches that run as machine code; None if all instructions are interpreted.
+        self.compiled: CompiledCode | None = None
         self.instruction_limit = INSTRUCTION_LIMIT
         #: The instruction before which the last run was suspended, -1 for none; its iterations of loops; and whether
         #: each of its warps must execute this instruction alone.
@@ -277,6 +280,7 @@ class Scheduler:
         every_lane, together, n = _size(lanes), len(slots) > 1, slots[0][0]
         begin = True
         self.suspended, self.apart = -1, False
+        stretches = self.compiled.stretches if self.compiled is not None else {}
         while True:
             if pc >= len(code):
                 self._end(lanes)
@@ -289,6 +293,11 @@ class Scheduler:
                 self.suspended, self.iterations = pc, iterations
                 return None
             begin = False
+            if pc in stretches and self.compiled is not None and self._may_run(stretches[pc], stops):
+                following = self.compiled.run(pc, lanes, every_lane)
+                if following != pc:
+                    pc = following
+                    continue
             i = code[pc]
             m.current = i
             active, size = lanes, every_lane
@@ -378,6 +387,12 @@ class Scheduler:
                         self._split(n, pc + 1, lanes, active)
                         return None
             pc += 1
+
+    def _may_run(self, stretch: Stretch, stops: Container[int]) -> bool:
+        """Return whether all of a stretch may run: it holds no stop, and ends below the limit of instructions."""
+        if self.m.executed + stretch.length > self.instruction_limit:
+            return False
+        return not stops or not any(pc in stops for pc in range(stretch.start + 1, stretch.end))
 
     def _spins(self, pc: int, iterations: int, others: bool) -> bool:
         """Return whether a loop lets other warps run at its branch, after so many iterations."""

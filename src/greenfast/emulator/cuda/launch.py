@@ -11,7 +11,7 @@ from greenfast.emulator.cuda.memory import DeviceMemory
 from greenfast.emulator.grid import WORKSPACE, KernelLaunch, MemoryLaunch
 from greenfast.emulator.kernel_run import Fault, convert_error, convert_finding
 from greenfast.emulator.machine.access_log import RestartWithReadTracking
-from greenfast.emulator.machine.epochs import RestartWarpByWarp
+from greenfast.emulator.machine.epochs import RestartCompiled, RestartWarpByWarp
 from greenfast.emulator.machine.faults import KernelFaultError
 from greenfast.emulator.machine.memory import UNWRITTEN, Bytes
 from greenfast.emulator.machine.observed import NOTHING, Observe
@@ -138,7 +138,7 @@ class ProgramLauncher:
             try:
                 observer = Observer(self.observer.observe) if self.observer is not None else None
                 return launch.run(seed, {}, 0, (), observer)
-            except (RestartWithReadTracking, RestartWarpByWarp) as restart:
+            except (RestartWithReadTracking, RestartCompiled, RestartWarpByWarp) as restart:
                 launch.running.prepare_restart(restart)
             except GreenfastError:
                 raise

@@ -80,7 +80,7 @@ class DeviceMemory(GlobalMemory):
             self.allocations.append(made)
             self.starts[name], self.sizes[name] = start, size
             self._list.append(start)
-            self._begins = np.array(self._list, np.int64)
+            self.begins = np.array(self._list, np.int64)
             self.size = self._end
             self.data, self.state = self._bytes[: self._end], self._states[: self._end]
         # Host code may write to the others at any time.

@@ -38,6 +38,14 @@ _LARGEST = {name: table[np.isfinite(table)].max() for name, table in _TABLES.ite
 E4M3_VALUES, E5M2_VALUES = _TABLES["e4m3"], _TABLES["e5m2"]
 
 
+def _to_halves(values: Values) -> Values:
+    return np.where(np.isnan(values), NAN_BITS["f16"], values.astype(np.float16).view(np.uint16)).astype(np.uint16)
+
+
+#: By type of a pair of codes, the bits of the f16 of each code.
+HALVES = {f"{name}x2": _to_halves(values) for name, values in _TABLES.items()}
+
+
 def encode(values: Values, name: str) -> Values:
     """Codes of float16 or float32 numbers in an 8-bit format, to the nearest even and saturated (.satfinite).
 
@@ -211,10 +219,9 @@ def _from_eight_bits(i: Instruction, to: str, source: str) -> Operation:
     if to != "f16x2":
         raise unsupported(i)
     read, write = reader(i.operands[1], "b16", i), writer(i.operands[0], "b32", i)
-    values = _TABLES[parse_element(source)]
+    halves = HALVES[source].astype(np.uint32)
     if "relu" in i.parts:
-        values = np.where(values <= 0, np.float32(0), values)
-    halves = np.where(np.isnan(values), NAN_BITS["f16"], values.astype(np.float16).view(np.uint16)).astype(np.uint32)
+        halves = np.where(_TABLES[parse_element(source)] <= 0, np.uint32(0), halves)
 
     def run(m: ResidentBlocks, lanes: ThreadSet) -> None:
         codes = np.asarray(read(m, lanes))

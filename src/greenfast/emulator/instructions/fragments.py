@@ -100,7 +100,8 @@ class Registers:
         if len(self.items) < count:
             raise unsupported(self.i, "has another number of registers than its shape")
         read = [reader(r, self.kind, self.i) for r in self.items[:count]]
-        return lambda m, lanes: _stacked(m, read, lanes)
+        dtype = parse_dtype(self.kind)
+        return lambda m, lanes: _stacked(m, read, lanes, dtype)
 
     def writing(self) -> Callable[[ResidentBlocks, ThreadSet, Values], None]:
         """Build a function that writes (warps, 32, words); registers beyond these repeat them from the first."""
@@ -113,10 +114,11 @@ class Registers:
         return run
 
 
-def _stacked(m: ResidentBlocks, read: Sequence[Reader], lanes: ThreadSet) -> Values:
-    count = lane_count(lanes)
-    columns = [np.broadcast_to(np.asarray(r(m, lanes)), (count,)) for r in read]
-    return np.stack(columns, axis=1).reshape(-1, WARP, len(read))
+def _stacked(m: ResidentBlocks, read: Sequence[Reader], lanes: ThreadSet, dtype: Any) -> Values:
+    words = np.empty((lane_count(lanes), len(read)), dtype)
+    for n, r in enumerate(read):
+        words[:, n] = r(m, lanes)
+    return words.reshape(-1, WARP, len(read))
 
 
 def product(i: Instruction, d: Operand, a: Operand, b: Operand, c: Operand, kinds: Sequence[str]) -> Operation:

@@ -69,17 +69,25 @@ class Counts:
         """
         if not len(offsets):
             return
-        total = len(offsets) * size
+        first, second = 0, 0
         if space == "global":
-            sectors = _sectors(offsets, threads, size)
+            first = _sectors(offsets, threads, size)
+        elif space == "shared":
+            first, second = _shared(offsets >> 2, threads, size)
+        self.add_access(space, store, len(offsets) * size, first, second, source)
+
+    def add_access(
+        self, space: str, store: bool, total: int, passes: int, conflicts: int, source: SourceLine | None
+    ) -> None:
+        """Count accesses of ``total`` bytes; passes: over shared memory, or the touched sectors of global memory."""
+        if space == "global":
             if store:
                 self.global_store_bytes += total
-                self.global_store_sectors += sectors
+                self.global_store_sectors += passes
             else:
                 self.global_load_bytes += total
-                self.global_load_sectors += sectors
+                self.global_load_sectors += passes
         elif space == "shared":
-            passes, conflicts = _shared(offsets >> 2, threads, size)
             self.shared_passes += passes
             self.shared_bytes[str(source)] += total
             if store:

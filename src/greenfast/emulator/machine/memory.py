@@ -249,8 +249,8 @@ class GlobalMemory(Arena):
         for name, start in starts.items():
             self.state[start : start + sizes[name]] = UNWRITTEN
 
-        self._begins = np.array(list(starts.values()), np.int64)
-        self._list = self._begins.tolist()
+        self.begins = np.array(list(starts.values()), np.int64)
+        self._list = self.begins.tolist()
 
     def number(self, name: str) -> int:
         """Return the number of an allocation, in their order."""
@@ -265,7 +265,7 @@ class GlobalMemory(Arena):
         low = bisect_right(self._list, int(offsets.min())) - 1
         if low == bisect_right(self._list, int(offsets.max())) - 1:
             return {low}
-        return set((np.searchsorted(self._begins, offsets, "right") - 1).tolist())
+        return set((np.searchsorted(self.begins, offsets, "right") - 1).tolist())
 
     def address(self, name: str) -> int:
         """Return the generic address of an allocation."""

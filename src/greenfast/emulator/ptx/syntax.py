@@ -62,6 +62,20 @@ class Vector:
 Operand: TypeAlias = "Register | Special | Immediate | Symbol | Address | Vector"
 
 
+def list_registers(operand: Operand) -> list[str]:
+    """Return the registers in an operand."""
+    if isinstance(operand, Register):
+        return [operand.name]
+    if isinstance(operand, Vector):
+        return [name for item in operand.items for name in list_registers(item)]
+    if isinstance(operand, Address):
+        base = [operand.base.name] if isinstance(operand.base, Register) else []
+        return [*base, *(name for item in operand.coordinates for name in list_registers(item))]
+    if isinstance(operand, Symbol):  # a negated predicate, or two predicates
+        return [part.lstrip("!") for part in operand.name.split("|")]
+    return []
+
+
 @dataclass(frozen=True)
 class Frame:
     """A line of a function; ``function`` is mangled, or empty if it is not known."""
