@@ -108,6 +108,17 @@ def test_rows_that_end_between_chunks_of_16_bytes(start: int) -> None:
     assert np.array_equal(result, expected)
 
 
+@pytest.mark.parametrize("place", ["16, 16", "24, 0", "-8, 0", "0, -8"])
+def test_a_store_of_a_box_outside_of_the_tensor_writes_nothing(place: str) -> None:
+    x = RNG.integers(0, 2**16, (16, 24)).astype(np.uint16)
+    maps = (tensor_map("x", x, (8, 8)), TensorMap("y", "uint16", x.shape, x.strides, (8, 8), 0))
+    body = ROUND_TRIP.replace("BYTES", "128").replace("32, 8", "8, 5").replace("64, 0", "8, 0")
+    result = round_trip(body.replace("0, 16", place), x, maps)
+    expected = np.full((16, 24), 0xFFFF, np.uint16)
+    expected[:8, 8:16] = x[5:13, 8:16]
+    assert np.array_equal(result, expected)
+
+
 def test_a_store_to_a_row_that_ends_between_chunks_is_refused() -> None:
     x = RNG.integers(0, 2**16, (16, 24)).astype(np.uint16)
     maps = (tensor_map("x", x, (8, 8)), TensorMap("y", "uint16", (16, 20), x.strides, (8, 8), 0))

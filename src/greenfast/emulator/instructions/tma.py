@@ -171,12 +171,13 @@ def _store(i: Instruction, tensor: bool) -> Operation:
         inside = tile.outer >= 0
         if tensor:
             _require_whole_chunks(m, tile, owners)
-        for other in m.stores:  # some kernels store a tile twice
-            other.settle(m.memory, tile.outer[inside], values[inside.ravel()])
-        with m.accessing(owners[inside], "global"):
-            m.memory.require_free(tile.outer[inside], tile.unit, "bulk write")
-            m.memory.mark(tile.outer[inside], tile.unit, IN_FLIGHT, "bulk write")
-            m.races.write_global(tile.outer[inside], tile.unit, values[inside.ravel()])
+        if inside.any():  # a box may be wholly outside of the tensor
+            for other in m.stores:  # some kernels store a tile twice
+                other.settle(m.memory, tile.outer[inside], values[inside.ravel()])
+            with m.accessing(owners[inside], "global"):
+                m.memory.require_free(tile.outer[inside], tile.unit, "bulk write")
+                m.memory.mark(tile.outer[inside], tile.unit, IN_FLIGHT, "bulk write")
+                m.races.write_global(tile.outer[inside], tile.unit, values[inside.ravel()])
         count_bulk(m, True, tile, owners, inside)
         chunks = chunk_indices(tile.shared)
         hold(m.shared, chunks)
