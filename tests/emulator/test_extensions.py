@@ -28,6 +28,7 @@ from greenfast.spec.errors import CompileError, UnsupportedError, UsageError
 
 SOURCE = r"""
 #include <ATen/cuda/CUDAContext.h>
+#include <ATen/cuda/EmptyTensor.h>
 #include <c10/cuda/CUDAGuard.h>
 
 __device__ int calls, last[3];
@@ -46,7 +47,7 @@ __global__ void use(float* x) { *x = factor; }
 torch::Tensor sum(torch::Tensor x, torch::Tensor y) {
     TORCH_CHECK(x.is_cuda() && y.device().is_cuda(), "CUDA tensors only");
     const c10::cuda::OptionalCUDAGuard guard(device_of(x));
-    auto z = torch::empty_like(x);
+    torch::Tensor z = at::detail::empty_cuda(x.sizes(), x.scalar_type(), std::nullopt, std::nullopt);
     int n = x.numel();
     AT_DISPATCH_FLOATING_TYPES(x.scalar_type(), "sum", [&] {
         add<<<(n + 63) / 64, 64, 0, at::cuda::getCurrentCUDAStream()>>>(

@@ -415,7 +415,14 @@ class Extensions:
         if not is_python_module:
             raise UnsupportedError(f"extension {name}: is_python_module=False (torch.ops of a library) is not emulated")
         with self._running():
-            module = _IMPORT(name, path, is_python_module)
+            try:
+                module = _IMPORT(name, path, is_python_module)
+            except ImportError as error:
+                symbol = re.search(r"undefined symbol: (\w+)", str(error))
+                if symbol is None:
+                    raise
+                text = f"extension {name} calls {demangle(symbol[1])}, which PyTorch's CPU build lacks"
+                raise UnsupportedError(f"{text}: that is not emulated") from None
         for attribute, value in vars(module).items():
             if inspect.isbuiltin(value):
                 setattr(module, attribute, _wrap(value))
