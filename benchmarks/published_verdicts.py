@@ -153,6 +153,10 @@ def judge(outcome: ProgramOutcome, difference: Callable[[], str | None]) -> tupl
         return "refused", "not Python"
     if error in NOT_COMPILED:
         return "refused", "Triton does not compile it"
+    if error == "CompileError" and "No such file" in facts["message"]:
+        return "undecided", f"needs another library: {facts['message'].split('fatal error: ')[-1].splitlines()[0]}"
+    if error == "RuntimeError" and "unsupported" in facts["message"].lower() and not faults:
+        return "undecided", f"takes other shapes only: {facts['message'].splitlines()[0]}"
     if error in ("UnsupportedError", "MemoryError", "OutOfResources") or any("unsupported" in f[:20] for f in faults):
         return "undecided", f"not emulated: {(faults or [facts['message']])[0]}"
     if faults:
@@ -308,6 +312,18 @@ def render_table(record: dict[str, Any]) -> str:
         lines.append(f"| {name} | " + " | ".join(str(counts[v]) for v in VERDICTS) + " |")
     total = Counter(row["verdict"] for row in rows)
     lines.append(f"| all {len(rows)} | " + " | ".join(str(total[v]) for v in VERDICTS) + " |")
+    return "\n".join(lines)
+
+
+def render_extensions(record: dict[str, Any]) -> str:
+    """Render the counts of kernelbench.com's solutions with an extension as Markdown."""
+    lines = [
+        "| CUDA C++, label | accepted | refused | not decided | no kernel |",
+        "|---|---:|---:|---:|---:|",
+    ]
+    for label in ("clean", "reward_hack"):
+        counts = Counter(row["verdict"] for row in _read_rows(record["kernelbench_com_cuda"]) if row["label"] == label)
+        lines.append(f"| {label} | " + " | ".join(str(counts[v]) for v in VERDICTS) + " |")
     return "\n".join(lines)
 
 

@@ -17,6 +17,7 @@ from benchmarks.published_verdicts import (
     find_difference,
     judge,
     render_bounds,
+    render_extensions,
     render_table,
 )
 from greenfast.judge.formats.tritonbench import SEPARATOR
@@ -94,6 +95,10 @@ def test_a_verdict_has_its_reason() -> None:
     assert verdict(ended="time") == ("undecided", "time limit")
     assert verdict(error="CompilationError") == ("refused", "Triton does not compile it")
     assert verdict(error="UnsupportedError")[0] == "undecided"
+    missing = "extension x does not compile:\nk.cu:8:10: fatal error: cutlass/cutlass.h: No such file or directory"
+    assert verdict(error="CompileError", message=missing)[0] == "undecided"
+    assert verdict(error="CompileError", message="expected a ;")[0] == "refused"
+    assert verdict(error="RuntimeError", message="unsupported shape")[0] == "undecided"
     assert verdict(error="X", faults=["data-race: ..."]) == ("refused", "fault: data-race: ...")
 
 
@@ -120,3 +125,4 @@ def test_the_page_has_the_tables_of_the_record() -> None:
     page = (ROOT / "docs/trial.md").read_text()
     assert render_table(record) in page
     assert render_bounds(record) in page
+    assert render_extensions(record) in page
