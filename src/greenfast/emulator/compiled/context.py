@@ -8,7 +8,6 @@ import numpy as np
 
 from greenfast.emulator.machine.blocks import WARP, ThreadSet
 from greenfast.emulator.machine.epochs import EPOCH_SHIFT, EpochRaces
-from greenfast.emulator.machine.memory import GlobalMemory
 from greenfast.emulator.machine.state import ResidentBlocks
 
 #: The context of a call: its threads, then the memories, then what the checks of races need.
@@ -65,8 +64,6 @@ class CallContext:
         for first, log in ((SHARED_WRITES, self.shared), (GLOBAL_WRITES, self.globals)):
             self._set(first, log.writes.table)
             self._set(first + 1, log.reads.table)
-        self._owners = find_owners(m.memory)
-        self._set(OWNERS, self._owners)
         record = races.record
         self._flags = np.zeros(len(m.memory.starts) + 1, np.uint8)
         self._flags[sorted(record.inputs)] |= INPUT
@@ -111,6 +108,8 @@ class CallContext:
         self.slots[SHARED_WRITTEN] = self.shared.writes.latest >= races.least
         if "global" not in loads and "global" not in stores:
             return
+        if not self.slots[OWNERS]:
+            self._set(OWNERS, self.m.memory.find_owners(OWNER_SHIFT))
         record = races.record
         known = len(record.read), len(record.dirty)
         if known != self._known:
@@ -121,6 +120,8 @@ class CallContext:
 
     def end(self, loads: set[str], stores: set[str]) -> None:
         """Tell the races what the call has accessed."""
+        self.m.shared.writes += "shared" in stores
+        self.m.memory.writes += "global" in stores
         if "global" not in loads and "global" not in stores:
             return
         assert self.races is not None
@@ -133,9 +134,3 @@ class CallContext:
         if "global" in stores:
             self.globals.writes.latest = self.races.epoch
         self.globals.reads.latest = self.races.epoch
-
-
-def find_owners(memory: GlobalMemory) -> Any:
-    """Return the number of the allocation that holds each piece of memory; allocations begin at a piece."""
-    pieces = np.arange((len(memory.data) >> OWNER_SHIFT) + 1, dtype=np.int64) << OWNER_SHIFT
-    return np.maximum(np.searchsorted(memory.begins, pieces, "right") - 1, 0).astype(np.uint32)

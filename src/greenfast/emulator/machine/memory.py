@@ -250,6 +250,7 @@ class GlobalMemory(Arena):
             self.state[start : start + sizes[name]] = UNWRITTEN
 
         self.begins = np.array(list(starts.values()), np.int64)
+        self._owners: NDArray[np.uint32] | None = None
         self._list = self.begins.tolist()
 
     def number(self, name: str) -> int:
@@ -266,6 +267,15 @@ class GlobalMemory(Arena):
         if low == bisect_right(self._list, int(offsets.max())) - 1:
             return {low}
         return set((np.searchsorted(self.begins, offsets, "right") - 1).tolist())
+
+    def find_owners(self, shift: int) -> NDArray[np.uint32]:
+        """Return the number of the allocation that holds each piece of 2^shift bytes; they begin at a piece."""
+        count = (len(self.data) >> shift) + 1
+        if self._owners is None or len(self._owners) != count:
+            pieces = np.arange(count, dtype=np.int64) << shift
+            owners = np.maximum(np.searchsorted(self.begins, pieces, "right") - 1, 0)
+            self._owners = owners.astype(np.uint32)
+        return self._owners
 
     def address(self, name: str) -> int:
         """Return the generic address of an allocation."""
