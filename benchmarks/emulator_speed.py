@@ -3,7 +3,8 @@
 python -m benchmarks emulator_speed [--shapes small,mission] [--variants stage2,...] [--details stage2,...] [--md FILE]
 
 Each rung runs in a separate process, to measure its peak memory. Kinds and functions are for the variants of --details
-on the last shape; timing has overhead, so their sums exceed the seconds of the first table.
+on the last shape; timing has overhead, so their sums exceed the seconds of the first table. Kinds are interpreted, the
+others with compiled stretches if llvmlite is installed.
 """
 
 from __future__ import annotations
@@ -78,12 +79,13 @@ def measure_kinds(job: tuple[str, str]) -> list[tuple[str, ...]]:
         return run
 
     program = launched.program
-    untimed = program.operations
+    untimed, stretches = program.operations, program.stretches
+    program.stretches = {False: {}, True: {}}  # machine code has no times by instruction
     program.operations = [o and timed(o, kind) for o, kind in zip(untimed, program.keys, strict=True)]
     start = time.perf_counter()
     counts = launched.run()
     total = time.perf_counter() - start
-    program.operations = untimed  # a program is kept for the next run
+    program.operations, program.stretches = untimed, stretches  # a program is kept for the next run
     rows = [
         (
             kind,
