@@ -20,6 +20,27 @@ from tests.emulator.test_lockstep import FAULTY, PLAIN, compile_bodies, run_kern
 pytest.importorskip("llvmlite", reason="needs greenfast[compiled]")
 
 
+#: Bodies of kernels as in the test of lockstep, with patterns of addresses that change between warps or iterations.
+PATTERNS = {
+    "other sectors": "float v = 0;\n#pragma unroll 1\nfor (int k = 0; k < 9; k++) v += x[g + k]; y[g] = v;",
+    "other conflicts": "s[t] = x[g]; s[t + 128] = 1; __syncthreads(); float v = 0;\n#pragma unroll 1\n"
+    "for (int k = 1; k < 40; k++) v += s[t * k & 255]; y[g] = v;",
+    "wide elements": "float4* w = (float4*)s; w[t] = make_float4(t, b, x[g], 1); __syncthreads(); float v = 0;\n"
+    "#pragma unroll 1\nfor (int k = 1; k < 9; k++) { float2 u = ((float2*)s)[t * k & 255];"
+    "v += u.x * w[t * k & 63].z; } y[g] = v;",
+    "a part of a warp": "s[t] = x[g]; __syncthreads(); float v = 0; if (t % 3 == 0) { v = s[t * 5 & 63] + x[g * 2];"
+    "v *= v; if (v > 0.5f) v += s[t ^ 9]; } y[g] = v;",
+}  # fmt: skip
+#: Races that show only if a write is compared with earlier reads.
+LATE_WRITES = {
+    "by the first warps": "s[t] = x[g]; __syncthreads(); float v = b; if (t < n / 2) s[t] = t * 3 + v; else"
+    "{ v = s[t - n / 2] * 3 + b; v = v * v + t; v = v * v + b; } y[g] = v;",
+    "by the last warps": "s[t] = x[g]; __syncthreads(); float v = b; if (t >= n / 2) s[t] = t * 3 + v; else"
+    "{ v = s[t + n / 2] * 3 + b; v = v * v + t; v = v * v + b; } y[g] = v;",
+    "by another block": "float v = 0; if (b == 0) v = y0[g + n] * 3 + t; if (b == 1) y0[g] = t * 3 + b; y[g] = v;",
+}  # fmt: skip
+
+
 @pytest.fixture
 def at_once(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     """Compile each stretch before it runs for the first time."""
@@ -38,47 +59,34 @@ def run_both(monkeypatch: pytest.MonkeyPatch, run: Any) -> tuple[Any, Any]:
         return compiled, run()
 
 
-@pytest.mark.parametrize("kernels", [PLAIN, FAULTY], ids=["plain", "faulty"])
+@pytest.mark.parametrize(
+    ("kernels", "ways"),
+    [(PLAIN, {SPANS, TAGS}), (PATTERNS, {SPANS}), (FAULTY, {INTERPRETED}), (LATE_WRITES, {INTERPRETED})],
+    ids=["plain", "patterns", "faulty", "late writes"],
+)
 @pytest.mark.parametrize(("threads", "seed"), [(128, 0), (75, 1)])
-def test_kernels_of_the_test_of_lockstep(
-    kernels: dict[str, str], threads: int, seed: int, at_once: pytest.MonkeyPatch
-) -> None:
+def test_kernels(kernels: dict[str, str], ways: set[str], threads: int, seed: int, at_once: pytest.MonkeyPatch) -> None:
     ptx = compile_bodies(list(kernels.values()))
-    modes = set()
+    seen = set()
     for n, name in enumerate(kernels):
         compiled, interpreted = run_both(at_once, lambda n=n: run_kernel(ptx, f"k{n}", threads, seed))
         assert compiled == interpreted, name
         _, program = load_program(ptx, f"k{n}")
         assert any(stretch.code for table in program.stretches.values() for stretch in table.values()), name
-        modes.add(program.compiled_accesses)
-    assert modes == ({SPANS, TAGS} if kernels is PLAIN else {INTERPRETED}) or threads % 32
+        seen.add(program.compiled_accesses)
+    assert seen == ways or threads % 32
 
 
 #: Types of registers by the types of instructions.
 KINDS = {"b16": "rs", "b32": "r", "b64": "rd", "f32": "f", "f64": "fd", "pred": "p"}
 NUMBERS = {
     "f32": [0.0, -0.0, 1.0, -1.5, 2.0**-126, 2.0**-127, -(2.0**-149), 3e38, -3e38, np.inf, -np.inf, np.nan, 0.1,
+            (1 + 2.0**-13) * 2.0**-63, (1 - 2.0**-13) * 2.0**-63,
             65520.0, 1 + 2.0**-11, 2.0**31, -(2.0**31), 2.0**126 * 1.5, 1 - 2.0**-24, 2.0**-24, 2.0**-63],
     "f64": [0.0, -0.0, 1.0, -1.5, 5e-324, 2.0**-1022, 1e308, -1e308, np.inf, np.nan, 0.1, 2.0**63, -(2.0**31) - 0.5],
 }  # fmt: skip
 INTEGERS = [
-    0,
-    1,
-    -1,
-    2,
-    31,
-    32,
-    33,
-    255,
-    256,
-    0x7FFF,
-    0x8000,
-    0x7FFF_FFFF,
-    -0x8000_0000,
-    0x12345678,
-    -77,
-    1 << 40,
-    1 << 63,
+    *(0, 1, -1, 2, 31, 32, 33, 255, 256, 0x7FFF, 0x8000, 0x7FFF_FFFF, -0x8000_0000, 0x12345678, -77, 1 << 40, 1 << 63)
 ]
 #: Instructions of registers a, b, c: opcode, and the type of the result and of the sources.
 OPCODES: list[tuple[str, str, tuple[str, ...]]] = [
