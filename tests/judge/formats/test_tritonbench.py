@@ -36,6 +36,9 @@ def drop(x):
 def product(x, w):
     return x @ w
 
+def add_scaled(x, y, factor):
+    x += factor * y
+
 def blank(x):
     return torch.empty_like(x)
 """
@@ -133,6 +136,15 @@ def test_answers_are_files_and_rows(problem: Path, tmp_path: Path) -> None:
     (answers / "model.jsonl").write_text("{}\n")
     with pytest.raises(UsageError, match="its rows have the key predict"):
         import_solution(answers / "model.jsonl", task, tmp_path / "out")
+
+
+def test_a_write_that_changes_nothing_is_a_write(tmp_path: Path) -> None:
+    test = (
+        "import torch\nfor f in (0, 1):\n    add_scaled(torch.ones(2, device='cuda'), torch.ones(2, device='cuda'), f)"
+    )
+    (tmp_path / "one.py").write_text(f"{REFERENCE}\n{SEPARATOR}\n{test}\n")
+    calls = CallProblem(convert_tritonbench_problem(tmp_path / "one.py", tmp_path / "out"))
+    assert [list(calls.make_case({"problem": n}, 0, "").outputs) for n in (1, 2)] == [["input0"], ["input0"]]
 
 
 @pytest.mark.parametrize(

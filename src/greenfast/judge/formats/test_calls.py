@@ -289,9 +289,16 @@ def _finish(name: str, text: str, result: Any, arguments: _Arguments) -> _TestCa
         made = ", ".join(f"fresh({m.flat.numel()}, {m.flat.dtype}, {m.is_left_unwritten})" for m in fresh)
         ordered = ", ".join(f"m[{place}]" for place in places)
         changed = sorted(places[n] for n in written)
-        line = f"({name!r}, lambda: [{made}], lambda m: (lambda m: {text})([{ordered}]), {changed}),"
+        line = f"({name!r}, lambda: [{made}], lambda m: (lambda m: {text})([{ordered}])"
         contents = [m.before for m in inputs if m.before is not None]
         return _TestCall(name, line, contents, changed, _copy(result), [m.flat.clone() for m in memory])
+
+
+def _find_all_written(one: _TestCall, recorded: Sequence[tuple[int, _TestCall]]) -> list[int]:
+    """Return the memory that a call writes, or that another call of its form does: adding 0 changes nothing."""
+    form = one.function, len(one.inputs), len(one.after)
+    same = [other for _, other in recorded if (other.function, len(other.inputs), len(other.after)) == form]
+    return sorted({number for other in same for number in other.written})
 
 
 def _copy(value: Any) -> Any:
@@ -326,7 +333,9 @@ class CallProblem:
         recorded = [(n, one) for n, one in enumerate(self._first, 1) if isinstance(one, _TestCall)]
         self.left_out += [f"call {n}, {text}" for n, text in enumerate(self._first, 1) if isinstance(text, str)]
         self._count = max((len(one.inputs) for _, one in recorded), default=0)
-        self.entry = _ENTRY.format(calls="".join(f"    {one.line}\n" for _, one in recorded))
+        recorded = [(n, replace(one, written=_find_all_written(one, recorded))) for n, one in recorded]
+        lines = [f"    {one.line}, {one.written}),\n" for _, one in recorded]
+        self.entry = _ENTRY.format(calls="".join(lines))
         self.arguments = [*(f"input{n}" for n in range(self._count)), f"int64({SETTING})"]
         self._places: list[int] = []  # of the judged calls among all
         self._outputs: list[dict[str, OutputSpec]] = []
