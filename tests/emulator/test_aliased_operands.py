@@ -42,7 +42,7 @@ NO_RESULT = {
         "call",
         "nanosleep",
     ),
-    *("pmevent", "prefetch", "prefetchu", "setmaxnreg", "griddepcontrol", "bar", "barrier"),
+    *("pmevent", "prefetch", "prefetchu", "setmaxnreg", "griddepcontrol", "bar", "barrier", "tensormap"),
 }
 #: The results are the accumulators, which are sources by design; reads in flight are tested in hopper.py.
 IN_PLACE = {"wgmma"}
