@@ -15,6 +15,8 @@ from greenfast.emulator.machine.epochs import INTERPRETED, SPANS, TAGS
 from greenfast.emulator.machine.faults import KernelFaultError
 from greenfast.spec.kernel import Launch
 from greenfast.spec.problem import OutputSpec
+from tests.emulator.hopper import wgmma
+from tests.emulator.test_hopper_products import RIGHT, codes, direct
 from tests.emulator.test_lockstep import FAULTY, PLAIN, compile_bodies, run_kernel
 
 pytest.importorskip("llvmlite", reason="needs greenfast[compiled]")
@@ -242,3 +244,17 @@ def test_a_fault_in_compiled_code_is_the_interpreters(at_once: pytest.MonkeyPatc
     compiled, interpreted = run_both(at_once, run)
     assert compiled == interpreted
     assert "thread (77, 0, 0)" in compiled
+
+
+def test_sums_in_flight_are_not_read_by_compiled_code(at_once: pytest.MonkeyPatch) -> None:
+    arithmetic = "add.f32 t, %0, %1;" + "mul.f32 t, t, t;" * 9
+    read = f'asm volatile("{{.reg .f32 t; {arithmetic}}}" :: "f"(d[0]), "f"(d[1])); mma_wait<0>();'
+    before, a, b = wgmma("mma", 8, "k32", "f32.e4m3.e4m3"), codes(64, 32), codes(8, 32)
+
+    def run() -> str:
+        with pytest.raises(KernelFaultError, match=r"read of a wgmma's accumulator before") as fault:
+            direct(RIGHT.replace("mma_wait<0>();", read, 1), 8, a, b, before)
+        return str(fault.value)
+
+    compiled, interpreted = run_both(at_once, run)
+    assert compiled == interpreted
