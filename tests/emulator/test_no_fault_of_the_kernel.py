@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 
 from greenfast.device.compiler import to_ptx
 from greenfast.device.session import Executable, KernelImage
-from greenfast.emulator import grid
+from greenfast.emulator import grid, rerun
 from greenfast.emulator.grid import run_grid
 from greenfast.emulator.machine.faults import KernelFaultError
 from greenfast.emulator.result import GridResult
@@ -79,6 +80,14 @@ def test_padding_threads_may_branch_on_what_nothing_has_written(body: str, n: in
 def test_garbage_that_reaches_memory_is_a_fault(body: str) -> None:
     with pytest.raises(KernelFaultError, match="read of an element that nothing has written"):
         masked(PADDING + body, 35)
+
+
+def test_how_often_a_thread_polls_is_no_effect() -> None:
+    """It depends on the order of threads: a decode kernel of serving/ polls more often with other garbage."""
+    polls = ("mbarrier.try_wait.parity", "mbarrier.test_wait.parity", "ld.acquire.gpu", "bra")
+    effects = ("mbarrier.arrive", "st.shared", "bar", "wgmma.mma_async")
+    counts: Any = SimpleNamespace(counts=SimpleNamespace(threads=dict.fromkeys((*polls, *effects), 3)))
+    assert rerun._effects(counts) == dict.fromkeys(effects, 3)
 
 
 def outputs(body: str, n: int = 40) -> GridResult:
