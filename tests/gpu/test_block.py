@@ -149,7 +149,7 @@ def test_layer_norm(head_dim: int, over_heads: bool, heads: tuple[int, int], row
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_tables_of_heads(head_dim: int, interleaved: bool, heads: int, rows: int) -> None:
-    """LTX-Video: norms over all heads, and tables (B, S, H x D) of which each head has a part."""
+    """LTX-Video: norms over all heads, and tables (B, S, H x D); each head has a part of them."""
     q, k, v = (x.cuda() for x in tensors(head_dim, (heads, heads), rows))
     weights = [torch.rand(heads, head_dim, device="cuda") + 0.5 for _ in range(2)]
     angles = torch.randn(2, rows, heads, head_dim // 2, device="cuda")

@@ -66,7 +66,7 @@ def find_written_pointers(function: Function) -> set[str]:
         if i.name in ("st", "red", "atom", "cp", "multimem"):
             addressed = i.operands[1:2] if i.name == "atom" else i.operands[:1]
             written.update(*(held.get(name, ()) for operand in addressed for name in list_registers(operand)))
-        if i.name == "tensormap":  # the memory of the map, and what a store by it may write
+        if i.name == "tensormap":  # the memory of the map, and the memory that a store by it may write
             written.update(*(held.get(name, ()) for operand in i.operands for name in list_registers(operand)))
         if i.name == "cp" and "tensor" in i.parts and i.parts.index("global") < len(i.parts) - 1:
             written |= {parameter.name for parameter in function.params if parameter.size == MAP_BYTES}

@@ -62,7 +62,7 @@ TORCH = "torch"  # PyTorch's own attention computes the call
 NONE = "none"  # there is nothing to compute
 #: Queries and keys from which on "auto" keeps the forward pass for the backward pass, as it was measured to be faster.
 LONG_BACKWARD = 4096
-#: Keys of the narrowest window of which that was measured.
+#: Keys of the narrowest window for which that was measured.
 WIDE_WINDOW = 1024
 #: Head dim -> the backward pass that "auto" takes for such calls without a window and lengths: the fastest one measured
 #: (docs/training.md). With a window or lengths it takes "8bit".
@@ -228,7 +228,7 @@ def _find_kept_obstacle(
     in_8_bits: bool, query: Any, key: Any, value: Any, plain: bool, masked: bool, options: ScoreOptions,
     enable_gqa: bool, precision: str, gpu: Target | None,
 ) -> str:  # fmt: skip
-    """Return what a call lacks for a backward pass with a kept forward pass, or an empty string."""
+    """Return why a call cannot keep its forward pass for the backward pass, or an empty string."""
     if not plain or options.softcap or options.sinks is not None or options.skip_threshold:
         return (
             "with softcap, sinks, skip_threshold, dropout, return_lse, and an attn_mask other than booleans "

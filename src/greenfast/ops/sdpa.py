@@ -295,7 +295,7 @@ def _sdpa_kept(
     options: ScoreOptions, causal: int, scale: float | None, enable_gqa: bool, precision: AutoPrecision,
     backward: Backward,
 ) -> Tensor | None:  # fmt: skip
-    """Compute ``sdpa`` and keep what its backward pass needs. None if no gradient is required or "auto" keeps nothing.
+    """Compute ``sdpa`` and keep its results for the backward pass. None without gradients or if "auto" keeps nothing.
 
     simple: without dropout and a log-sum-exp. Raises NotImplementedError for other calls.
     """

@@ -198,7 +198,7 @@ class MemoryCode:
         c = self.c
         data, state = self._places(arena, offset, size)
         kind, align = integer(8 * size), min(size, 8)
-        c.require(c.b.icmp_unsigned("==", c.b.load(kind, state, align), kind(_in_each_byte(WRITTEN, size))))
+        c.require(c.b.icmp_unsigned("==", c.b.load(kind, state, align), kind(_repeat_in_bytes(WRITTEN, size))))
         if arena == "shared":
             with c.b.when(c.entry.icmp_unsigned("!=", c.slot(SHARED_WRITTEN), I64(0))):
                 self._check(SHARED_WRITES, offset, size, arena)
@@ -228,8 +228,8 @@ class MemoryCode:
         data, state = self._places(arena, offset, size)
         kind, align = integer(8 * size), min(size, 8)
         before = c.b.load(kind, state, align)
-        written = kind(_in_each_byte(WRITTEN, size))
-        new = c.b.icmp_unsigned("==", before, kind(_in_each_byte(UNWRITTEN, size)))
+        written = kind(_repeat_in_bytes(WRITTEN, size))
+        new = c.b.icmp_unsigned("==", before, kind(_repeat_in_bytes(UNWRITTEN, size)))
         c.require(c.b.or_(new, c.b.icmp_unsigned("==", before, written)))
         if arena == "shared":
             self._check(SHARED_WRITES, offset, size, arena)
@@ -298,7 +298,7 @@ class MemoryCode:
         return self.c.b.or_(self.c.per_thread(OWN), self.c.slot(EPOCH))
 
     def _record_read(self, table: int, offset: Value, size: int, arena: str) -> None:
-        """Record a read: a tag with several threads, warps or blocks replaces those of different readers."""
+        """Record a read: a tag with several threads, warps or blocks replaces the tags of different readers."""
         c = self.c
         floor, tag = c.per_thread(BLOCK_FLOOR), self._own_tag()
         for n in range(size // self.units[arena]):
@@ -346,5 +346,5 @@ class MemoryCode:
             b.call(counter_name(access.parts), VOID, buffer, pattern, counts, start, I64(access.size))
 
 
-def _in_each_byte(state: int, size: int) -> int:
+def _repeat_in_bytes(state: int, size: int) -> int:
     return int.from_bytes(bytes([state]) * size, "little")

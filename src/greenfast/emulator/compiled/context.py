@@ -1,4 +1,4 @@
-"""What machine code of a stretch needs of a machine: its memories, and what the checks of races know."""
+"""The memories and the state of the race checks, as a compiled stretch gets them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from greenfast.emulator.machine.blocks import WARP, ThreadSet
 from greenfast.emulator.machine.epochs import EPOCH_SHIFT, EpochRaces
 from greenfast.emulator.machine.state import ResidentBlocks
 
-#: The context of a call: its threads, then the memories, then what the checks of races need.
+#: The context of a call: its threads, then the memories, then the state of the race checks.
 (
     LANES, START, COUNT, OWN, EPOCH, BLOCK_FLOOR, WARP_FLOOR,
     SHARED_DATA, SHARED_STATE, SHARED_START, SHARED_LIMIT, SHARED_WRITES, SHARED_READS, SHARED_WRITTEN,
@@ -83,7 +83,7 @@ class CallContext:
         return None if self.tags or self.races is None else self.races.read_spans
 
     def check_span(self, first: int, last: int) -> None:
-        """Restart if a load has read from what a store may have written since the last barrier."""
+        """Restart if a load has read a place that a store may have written since the last barrier."""
         if self.races is not None:
             self.races.check_spans(first, last)
 
@@ -96,7 +96,7 @@ class CallContext:
             self.slots[LANES], self.slots[COUNT] = self._lanes.ctypes.data, len(lanes)
 
     def begin(self, loads: set[str], stores: set[str]) -> None:
-        """Tell the next call what the races know; loads, stores: the memories that it accesses."""
+        """Pass the state of the race checks to the next call; loads, stores: the memories that it accesses."""
         races = self.races
         assert races is not None
         self.slots[EPOCH] = races.epoch << EPOCH_SHIFT
@@ -119,7 +119,7 @@ class CallContext:
             self._seen = self._flags.tobytes()
 
     def end(self, loads: set[str], stores: set[str]) -> None:
-        """Tell the races what the call has accessed."""
+        """Report the accesses of the call to the race checks."""
         self.m.shared.writes += "shared" in stores
         self.m.memory.writes += "global" in stores
         if "global" not in loads and "global" not in stores:

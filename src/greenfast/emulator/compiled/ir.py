@@ -83,7 +83,7 @@ class IrBlock:
 
 
 class IrModule:
-    """Functions, and what they declare."""
+    """Functions and their declarations."""
 
     def __init__(self) -> None:
         self.functions: list[IrFunction] = []

@@ -21,7 +21,7 @@ from greenfast.spec.kernel import MAP_ALIGNMENT, MAP_BYTES
 _SIZES = {0: 1, 1: 2, 2: 4, 3: 4, 4: 8, 5: 8, 6: 2, 7: 4, 9: 8, 10: 2, 11: 4}
 #: The width of a swizzle by the number of its mode.
 _SWIZZLES = {0: 0, 1: 32, 2: 64, 3: 128}
-#: Modes of which only the first is emulated: no interleaving, zeros outside of the tensor, swizzles of 16 bytes.
+#: Only the first value of these modes is emulated: no interleaving, zeros outside of the tensor, swizzles of 16 bytes.
 _ZERO = ("interleave_layout", "fill_mode", "swizzle_atomicity")
 _MOST_DIMENSIONS = 5
 

@@ -125,7 +125,7 @@ def decode(data: bytes, base: int) -> BoundMap | None:
 
 
 def check_replaced(data: bytes) -> None:
-    """Check a map whose fields a kernel wrote. Raises UsageError for one that a driver would reject."""
+    """Check a map that a kernel wrote. Raises UsageError for one that a driver would reject."""
     _, _, rank, item, swizzle, *extents = _FORM.unpack_from(data)
     if not 1 <= rank <= _MOST_DIMENSIONS or item not in (1, 2, 4, 8):
         raise UsageError(f"{_MADE}: {rank} dimensions, elements of {item} bytes")

@@ -447,7 +447,7 @@ class CudaTensors:
 
         return call
 
-    def _in_threads(self, begin: Callable[[Any], None]) -> Callable[[Any], None]:
+    def _wrap_thread_start(self, begin: Callable[[Any], None]) -> Callable[[Any], None]:
         """Return the begin of a thread with the mode, which PyTorch keeps for each thread."""
 
         def run(thread: Any) -> None:
@@ -508,7 +508,7 @@ class CudaTensors:
             (torch, {"Generator": _Generator, "compile": _eager}),
             (torch, {name: self._on_host(getattr(torch, name)) for name in ("from_numpy", "frombuffer")}),
             (torch.Tensor, {"record_stream": _ignore}),  # its parser would refuse CudaStream
-            (threading.Thread, {_BEGIN: self._in_threads(getattr(threading.Thread, _BEGIN))}),
+            (threading.Thread, {_BEGIN: self._wrap_thread_start(getattr(threading.Thread, _BEGIN))}),
             (torch.version, {"cuda": "13.0"}),
             (torch._C, {"_cuda_getCurrentRawStream": zero}),
             (torch._C._dynamo.guards, {"_empty_strided_cuda": functools.partial(_empty_strided, device="cuda")}),

@@ -184,7 +184,7 @@ class _Recorder:
         self._name, self._module, self._test = name, module, test
 
     def run(self, seed: int) -> None:
-        """Run the test. Raises what it raises."""
+        """Run the test; its exceptions pass through."""
         nodes = [node for node in ast.walk(ast.parse(self._test)) if isinstance(node, ast.Name)]
         assigned = {node.id for node in nodes if isinstance(node.ctx, ast.Store)}
         kinds = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.BuiltinMethodType)
