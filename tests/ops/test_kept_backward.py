@@ -299,3 +299,16 @@ def test_the_kept_log_sum_exp_is_that_of_centered_keys(kind: str, head_dim: int)
     scores = q.double() @ centered.double().repeat_interleave(2, 1).mT * scale
     weights = torch.exp(scores - lse.unsqueeze(-1))
     assert (weights.sum(-1) - 1.0).abs().max() < 0.05
+
+
+def test_centered_scores_that_exceed_float16_without_their_scale() -> None:
+    """One large key moves the mean of all keys far from the estimated one."""
+    (q, k, v), _ = case("normal", Sizes(40, 64, 128), torch.float16)
+    q, k[..., 0, :] = q.abs() * 4, 2e4
+    _, lse, mean = torch.ops.greenfast.sdpa_kept(q, k, v, "int8", 0, 128**-0.5, 16)
+    shift = k.double().mean(-2) - reference._rotate_back(mean, 128).double()
+    scores = (q.double() @ shift.unsqueeze(-1)).squeeze(-1)
+    assert scores.abs().max() > torch.finfo(torch.float16).max, "else this tests nothing"
+    _, moved = reference.center_keys(q, k, lse, mean, 128**-0.5)
+    wanted = lse.double() - scores * 128**-0.5
+    assert (moved - wanted).abs().max() < 2e-3 * scores.abs().max() * 128**-0.5

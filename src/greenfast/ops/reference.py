@@ -304,10 +304,11 @@ def center_keys(query: Tensor, key: Tensor, lse: Tensor, key_mean: Tensor, scale
     they would be 4.5 % of it instead of 0.5 %.
     """
     mean = key.mean(-2, dtype=torch.float32)
-    shift = (mean - _rotate_back(key_mean, key.shape[-1])).to(query.dtype)
+    # The product is of 16 bits, and without the scale it would exceed those of float16 where the scores do not.
+    shift = ((mean - _rotate_back(key_mean, key.shape[-1])) * scale).to(query.dtype)
     scores = query @ shift.repeat_interleave(query.shape[1] // key.shape[1], 1).unsqueeze(-1)
     centered = torch.sub(key, mean.unsqueeze(-2), out=torch.empty_like(key))  # the difference is of float32
-    return centered, lse.sub(scores.squeeze(-1), alpha=scale)
+    return centered, lse - scores.squeeze(-1)
 
 
 def _rotate_back(key_mean: Tensor, head_dim: int) -> Tensor:
