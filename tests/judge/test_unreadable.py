@@ -15,7 +15,7 @@ from greenfast.evolve.event_log import COSTS, EVENTS, Log, read_events
 from greenfast.evolve.language import parse_answer
 from greenfast.evolve.proposal import Candidate, read_lines
 from greenfast.evolve.space import Space, read_space
-from greenfast.judge.formats.schema import read_definition, read_foreign_solution, read_workloads
+from greenfast.judge.formats.flashinfer_trace import read_definition, read_foreign_solution, read_workloads
 from greenfast.judge.record_schema import Record
 from greenfast.judge.solution.schema import find_solution
 from greenfast.judge.store import once, read_json

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from greenfast.judge.formats.convert import import_problem, import_solution
+from greenfast.judge.formats.registry import import_problem, import_solution
 from greenfast.judge.implementation import Implementation, build_rung_implementation, build_solution_implementation
 from greenfast.judge.request import Request, read_git_state
 from greenfast.judge.solution.schema import CONFIG_NAME as SOLUTION_CONFIG

@@ -11,17 +11,18 @@ import pytest
 import torch
 
 from greenfast.judge.error_metrics import worst_bound_ratio
-from greenfast.judge.formats.convert import (
-    FORMAT,
-    convert_definition,
+from greenfast.judge.formats import flashinfer_trace
+from greenfast.judge.formats.converted import FORMAT
+from greenfast.judge.formats.defined import DefinedProblem
+from greenfast.judge.formats.flashinfer_trace import (
+    evaluate_dims,
     find_workloads,
-    import_problem,
-    import_solution,
     is_definition,
     is_foreign_solution,
+    read_definition,
+    read_workloads,
 )
-from greenfast.judge.formats.defined import DefinedProblem
-from greenfast.judge.formats.schema import evaluate_dims, read_definition, read_workloads
+from greenfast.judge.formats.registry import import_problem, import_solution
 from greenfast.judge.solution.schema import find_solution
 from greenfast.judge.task import load_task
 from greenfast.spec.errors import UsageError
@@ -72,7 +73,7 @@ def named(definition: dict[str, Any], **changes: Any) -> dict[str, Any]:
 
 def converted(tmp_path: Path, definition: dict[str, Any], *workloads: dict[str, Any]) -> tuple[Path, DefinedProblem]:
     path = data_set(tmp_path / "set", definition, *workloads)
-    folder = convert_definition(find_workloads(path), tmp_path / "task")
+    folder = flashinfer_trace.import_problem(path, tmp_path / "task")
     return folder, DefinedProblem(folder, tmp_path / "set")
 
 
@@ -280,7 +281,7 @@ def test_a_name_of_any_characters(tmp_path: Path, name: str) -> None:
     with pytest.raises(UsageError, match="no workloads"):
         find_workloads(path)
     (tmp_path / "workload.jsonl").write_text(json.dumps(workload(3)))
-    folder = convert_definition(find_workloads(path), tmp_path / "task")
+    folder = flashinfer_trace.import_problem(path, tmp_path / "task")
     compile((folder / "problem.py").read_text(), "problem.py", "exec")
     assert load_task(folder).config.shapes
 

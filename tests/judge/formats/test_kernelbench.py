@@ -8,16 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from greenfast.judge.formats.convert import (
-    NEW_MODEL,
-    convert_problem,
-    convert_robust_problem,
-    find_robust_problem,
-    import_problem,
-    import_solution,
-    is_kernelbench,
-)
+from greenfast.judge.formats import kernelbench, robust_kbench
 from greenfast.judge.formats.defined import ModelProblem, RobustProblem
+from greenfast.judge.formats.kernelbench import NEW_MODEL, is_kernelbench
+from greenfast.judge.formats.registry import import_problem, import_solution
 from greenfast.judge.solution.schema import find_solution
 from greenfast.judge.task import load_task
 from greenfast.spec.errors import UsageError
@@ -56,7 +50,7 @@ def test_a_problem_becomes_a_task_whose_baseline_is_its_model(tmp_path: Path) ->
     (earlier / "evidence").mkdir(parents=True)
     for name in ("settings.json", "evidence/record.json"):
         (earlier / name).write_text("{}")
-    folder = convert_problem(path, tmp_path / "task")
+    folder = kernelbench.import_problem(path, tmp_path / "task")
     assert folder == earlier
     assert not (folder / "settings.json").exists()
     assert (folder / "evidence/record.json").exists()
@@ -92,7 +86,7 @@ def test_inputs_on_a_gpu_are_cpu_tensors_here(tmp_path: Path) -> None:
 
 
 def test_a_new_model_becomes_a_callable(tmp_path: Path) -> None:
-    problem, mine = convert_problem(written(tmp_path), tmp_path / "task"), tmp_path / "mine.py"
+    problem, mine = kernelbench.import_problem(written(tmp_path), tmp_path / "task"), tmp_path / "mine.py"
     mine.write_text(PROBLEM.replace("class Model", "class ModelNew"))
     assert is_kernelbench(mine, NEW_MODEL)
     (tmp_path / "out/converted_solutions/mine").mkdir(parents=True)
@@ -107,7 +101,7 @@ def test_a_new_model_becomes_a_callable(tmp_path: Path) -> None:
 
 def test_a_file_that_lacks_a_function_is_refused_in_words(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="has no function get_init_inputs"):
-        convert_problem(written(tmp_path, PROBLEM.partition("def get_init")[0]), tmp_path / "task")
+        kernelbench.import_problem(written(tmp_path, PROBLEM.partition("def get_init")[0]), tmp_path / "task")
 
 
 def test_an_input_that_is_no_tensor_is_refused_in_words(tmp_path: Path) -> None:
@@ -157,7 +151,6 @@ def test_settings_of_robust_kbench_become_shapes(tmp_path: Path) -> None:
         "multi_shared_configs": [{"width": 16}],
     }
     folder = write_robust(tmp_path / "linear", settings)
-    assert find_robust_problem(folder / "func_forward.py") == folder
     for name in (folder, folder / "func_forward.py"):
         task = Path(import_problem(str(name), tmp_path / "out"))
     config = load_task(task).config
@@ -183,4 +176,4 @@ def test_settings_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
     for number, settings in enumerate(({}, [], {"single_init_configs": [{}]}, {"single_init_configs": 3})):
         folder = write_robust(tmp_path / str(number), settings)
         with pytest.raises(UsageError, match="single_init_configs"):
-            convert_robust_problem(folder, tmp_path / "task")
+            robust_kbench.import_problem(folder, tmp_path / "task")

@@ -21,12 +21,9 @@ import torch
 from numpy.typing import NDArray
 
 from greenfast.emulator.triton.cuda_tensors import CudaTensors
-from greenfast.judge.formats.schema import (
-    DEFINITION,
-    SEED,
-    SETTING,
+from greenfast.judge.formats.converted import DEFINITION, SEED, SETTING, WORKLOADS
+from greenfast.judge.formats.flashinfer_trace import (
     WORKLOAD,
-    WORKLOADS,
     Allowed,
     CustomInput,
     FileInput,
@@ -34,9 +31,9 @@ from greenfast.judge.formats.schema import (
     Tensor,
     Workload,
     read_definition,
-    read_settings,
     read_workloads,
 )
+from greenfast.judge.formats.robust_kbench import read_settings
 from greenfast.judge.task import import_file
 from greenfast.spec.errors import GreenfastError, UsageError, too_large
 from greenfast.spec.problem import Array, Case, OutputSpec, References, to_dtype

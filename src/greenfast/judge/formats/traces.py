@@ -9,7 +9,8 @@ from typing import Any
 
 import msgspec
 
-from greenfast.judge.formats.schema import DEFINITION, WORKLOADS, Definition, Workload, read_definition, read_workloads
+from greenfast.judge.formats.converted import DEFINITION, WORKLOADS
+from greenfast.judge.formats.flashinfer_trace import Definition, Workload, read_definition, read_workloads
 from greenfast.judge.record_schema import CorrectnessRow, Record, TimingRow
 from greenfast.judge.store import write_whole
 from greenfast.judge.timing.interleaved import COLD

@@ -7,18 +7,30 @@ file, or the row of the problem in a JSONL file of ``LLM_generated``. Each call 
 
 from __future__ import annotations
 
+import importlib
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from greenfast.judge.formats.converted import (
+    REFERENCE,
+    TEST,
+    Files,
+    callable_config,
+    safe_name,
+    task_config,
+    write_problem,
+)
+from greenfast.judge.store import write_files
+from greenfast.judge.task import CONFIG_NAME
 from greenfast.spec.errors import UsageError
 from greenfast.spec.files import read_file
 
 #: Separates the program from its test.
 SEPARATOR = "#" * 146
-#: The reference or an answer, what makes the calls, and the test, in a converted folder.
-PROGRAM, ENTRY, TEST = "program.py", "entry.py", "test.py"
+#: The reference or an answer, and what makes the calls, in a converted folder.
+PROGRAM, ENTRY = "program.py", "entry.py"
 #: Allowed error of an element by the dtype of the output, relative to the sum of its size and the output's root mean
 #: square. TF32 products and other orders of sums stay below; a wrong kernel is rarely within it.
 TOLERANCES = {"float16": 4e-3, "bfloat16": 3e-2}
@@ -28,12 +40,6 @@ DEFAULT_TOLERANCE = 2e-3
 def is_tritonbench(path: Path) -> bool:
     """Return whether a file is a problem of TritonBench."""
     return path.suffix == ".py" and path.is_file() and SEPARATOR.encode() in read_file(path)
-
-
-def is_tritonbench_answer(path: Path, problem: Path) -> bool:
-    """Return whether a file is an answer, for a converted problem of TritonBench."""
-    is_answer = path.suffix == ".jsonl" or (path.suffix == ".py" and b"GREENFAST" not in read_file(path))
-    return (problem / TEST).is_file() and is_answer
 
 
 def split_problem(text: str) -> tuple[str, str]:
@@ -87,3 +93,66 @@ def _find_by_description(folder: Path, rows: Sequence[dict[str, Any]]) -> Iterat
         text = prompt.split("Functional Description: ")[-1].split("Wrapper Entry Information:")[0].replace("\n", "")
         same = [p["file"] for p in problems if text.strip() and text in p["description"].replace("\n", "")]
         yield same[0] if len(same) == 1 else ""
+
+
+_PROBLEM = '''"""{name}: a problem of TritonBench; only a tolerance is known of its errors."""
+
+from pathlib import Path
+
+from greenfast.judge.formats.test_calls import CallProblem
+
+_problem = CallProblem(Path(__file__).parent)
+make_case, references, decode = _problem.make_case, _problem.references, _problem.decode
+'''
+
+
+def import_problem(path: Path, parent: Path) -> Path | None:
+    """Write the task folder of a problem below ``parent`` and return it; None for a file of another format.
+
+    The baseline is its reference. Runs the reference and its test, kernels in the emulator.
+    Raises UsageError if no call of the test can be judged.
+    """
+    if not is_tritonbench(path):
+        return None
+    program, test = split_problem(read_file(path).decode(errors="replace"))
+    if not test.strip():
+        raise UsageError(f"{path}: has no test after its line of #; a problem of TritonBench has one")
+    name = safe_name(path.stem)
+    folder = write_problem(parent / name, {f"{REFERENCE}/{PROGRAM}": program, TEST: test})
+    problem = importlib.import_module("greenfast.judge.formats.test_calls").CallProblem(folder)  # it imports PyTorch
+    return write_files(
+        folder,
+        {
+            "problem.py": _PROBLEM.format(name=name),
+            CONFIG_NAME: task_config(name, f"TritonBench's {name}", problem.shapes, left_out=problem.left_out),
+            f"{REFERENCE}/{ENTRY}": problem.entry,
+            f"{REFERENCE}/solution.json": _call_solution(REFERENCE, problem.arguments),
+        },
+    )
+
+
+def import_solution(path: Path, problem: Path) -> tuple[str, Files] | None:
+    """Convert an answer. Return its name and files; None for a file of another format.
+
+    problem: the folder of the converted problem. Raises UsageError for a JSONL file without an answer to it.
+    """
+    if not (problem / TEST).is_file() or not path.is_file() or path.suffix not in (".jsonl", ".py"):
+        return None
+    if path.suffix == ".py" and b"GREENFAST" in read_file(path):  # a solution of greenfast's own format
+        return None
+    if path.suffix == ".jsonl":
+        programs = [code for file, code in read_answers(path) if safe_name(Path(file).stem) == problem.name]
+        if not programs:
+            raise UsageError(f"{path}: has no answer to {problem.name}")
+        program = programs[0]
+    else:
+        program, _ = split_problem(read_file(path).decode(errors="replace"))
+    reference = problem / REFERENCE
+    arguments = json.loads(read_file(reference / "solution.json"))["launches"][0]["args"]
+    entry = read_file(reference / ENTRY)
+    name = safe_name(path.stem)
+    return name, {PROGRAM: program, ENTRY: entry, "solution.json": _call_solution(name, arguments)}
+
+
+def _call_solution(name: str, arguments: Sequence[str]) -> str:
+    return callable_config(name, ENTRY, "", {"kernel": "run", "args": list(arguments)})

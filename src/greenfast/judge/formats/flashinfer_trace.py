@@ -1,4 +1,4 @@
-"""The data of foreign formats: FlashInfer-Trace with its extension SOL-ExecBench, and robust-kbench's settings.
+"""FlashInfer-Trace with its extension SOL-ExecBench: definitions, workloads and solutions, and their conversion.
 
 Sources: flashinfer-bench, docs/flashinfer-trace (definition, workload, solution, trace); SOL-ExecBench, docs (the same
 pages). Keys without influence on the judgement (descriptions, tags) are ignored.
@@ -8,30 +8,53 @@ from __future__ import annotations
 
 import ast
 import codecs
+import glob
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, cast
 
 import msgspec
 from msgspec import Meta
 
+from greenfast.judge.formats.converted import (
+    DEFINITION,
+    REFERENCE,
+    WORKLOADS,
+    Files,
+    callable_config,
+    safe_name,
+    task_config,
+    write_problem,
+)
 from greenfast.judge.solution.expressions import evaluate, evaluate_whole
 from greenfast.judge.store import decode
+from greenfast.judge.task import CONFIG_NAME
 from greenfast.spec.errors import UsageError
 from greenfast.spec.files import read_file
 
-#: The files of a converted problem's folder.
-DEFINITION, WORKLOADS = "definition.json", "workloads.jsonl"
-#: The folder of a converted problem's baseline.
-REFERENCE = "reference"
-#: The dimension that numbers the settings of a problem with a model, from 1.
-SETTING = "problem"
-#: The seed of both models' parameters.
-SEED = 42
-_NAME = re.compile(r"[^A-Za-z0-9_.+-]+")
+_PROBLEM = '''"""{name}: read from {definition}, by its own reference; only a tolerance is known of its errors."""
+
+from pathlib import Path
+
+from greenfast.judge.formats.defined import DefinedProblem
+
+_problem = DefinedProblem(Path(__file__).parent, Path({root!r}))
+make_case, references, decode = _problem.make_case, _problem.references, _problem.decode
+'''
+_EXTENSION = '''"""Builds the solution's sources as a PyTorch extension, with nvcc, when it is imported."""
+
+from pathlib import Path
+
+from torch.utils.cpp_extension import load
+
+_folder = Path(__file__).parent
+_sources = [str(_folder / name) for name in {sources!r}]
+_built = load(name="solution", sources=_sources, extra_include_paths=[str(_folder)])
+{function} = _built.{function}
+'''
+
 #: The dimension that distinguishes workloads with equal axes: the workload's number, from 1.
 WORKLOAD = "workload"
 #: The supported dtypes, with the names of NumPy and ml_dtypes. 4-bit formats have no array type.
@@ -238,47 +261,6 @@ def read_foreign_solution(path: Path) -> ForeignSolution:
     return solution
 
 
-@dataclass(frozen=True)
-class RobustSetting:
-    """The keyword arguments of Model and of get_inputs."""
-
-    init: dict[str, Any]
-    inputs: dict[str, Any]
-
-
-def read_settings(path: Path) -> tuple[list[RobustSetting], int]:
-    """Return the settings of a problem of robust-kbench, and how many of them are "single": its own default.
-
-    Raises UsageError for a file of another form.
-    """
-    try:
-        given = json.loads(read_file(path))
-        both = [
-            [
-                RobustSetting({**init, **shared}, {**inputs, **shared})
-                for init in given[f"{kind}_init_configs"]
-                for inputs in given[f"{kind}_input_configs"]
-                for shared in given[f"{kind}_shared_configs"]
-            ]
-            for kind in ("single", "multi")
-            if f"{kind}_init_configs" in given
-        ]
-    except (ValueError, KeyError, TypeError, RecursionError) as e:
-        raise UsageError(
-            f"{path}: cannot be read ({type(e).__name__}: {e}); it has single_init_configs, single_input_configs and "
-            "single_shared_configs, and the same with multi"
-        ) from None
-    settings = [setting for several in both for setting in several]
-    if not settings:
-        raise UsageError(f"{path}: has no setting; single_init_configs, ..._input_configs and ..._shared_configs do")
-    return settings, len(both[0])
-
-
-def safe_name(text: str) -> str:
-    """Convert a text to a valid name of a task or solution."""
-    return _NAME.sub("_", text)[:200].strip("_.+-") or "unnamed"
-
-
 def _text(path: Path) -> bytes:
     try:
         return read_file(path).removeprefix(codecs.BOM_UTF8)
@@ -291,3 +273,146 @@ def _decoded(path: Path, text: bytes, kind: type[_T]) -> _T:
         return cast(_T, decode(text, kind))
     except msgspec.DecodeError as e:
         raise UsageError(f"{path}: {e}") from None
+
+
+def is_definition(path: Path) -> bool:
+    """Return True if a file is a definition of FlashInfer-Trace or SOL-ExecBench."""
+    return _has(path, ("axes", "inputs", "outputs", "reference"))
+
+
+def is_foreign_solution(path: Path) -> bool:
+    """Return True if a file is a solution of FlashInfer-Trace or SOL-ExecBench."""
+    return _has(path, ("definition", "spec", "sources"))
+
+
+def find_workloads(definition: Path) -> tuple[Path, Path]:
+    """Find a definition's workloads next to it or in the data set's folder of workloads.
+
+    Return their file, and the root of the data set that they are in. Raises UsageError with the searched path.
+    """
+    name = re.sub(r"[/\0]", "_", read_definition(definition).name)[:200]
+    places = [definition.with_name("workload.jsonl"), definition.with_name(f"{name}.jsonl")]
+    for root in definition.resolve().parents:
+        if (root / "workloads").is_dir():
+            places += sorted((root / "workloads").rglob(f"{glob.escape(name)}.jsonl"))
+            for place in places:
+                if place.is_file():
+                    return place, root
+            break
+    for place in places:
+        if place.is_file():
+            return place, place.parent
+    raise UsageError(f"{definition}: no workloads: {places[0]} is not there; --workloads FILE names them")
+
+
+def import_problem(path: Path, parent: Path, workloads_file: Path | None = None) -> Path | None:
+    """Write the task folder of a definition below ``parent`` and return it; None for a file of another format.
+
+    The baseline is the definition's reference. workloads_file: replaces the workloads that belong to the definition.
+    Raises UsageError for a definition or workloads that cannot be judged.
+    """
+    if not is_definition(path):
+        return None
+    workloads_file, root = (workloads_file, workloads_file.parent) if workloads_file else find_workloads(path)
+    definition, workloads = read_definition(path), read_workloads(workloads_file)
+    names = {"name": safe_name(definition.name), "definition": safe_name(path.name)}
+    return write_problem(
+        parent / safe_name(definition.name),
+        {
+            DEFINITION: path.read_bytes(),
+            WORKLOADS: workloads_file.read_bytes(),
+            "problem.py": _PROBLEM.format(**names, root=str(root.resolve())),
+            CONFIG_NAME: task_config(definition.name, definition.description or "", _shapes(definition, workloads)),
+            f"{REFERENCE}/reference.py": definition.reference + "\n",
+            f"{REFERENCE}/solution.json": _solution(
+                REFERENCE, "reference.py", "run", definition, workloads, writes=False
+            ),
+        },
+    )
+
+
+def import_solution(path: Path, problem: Path) -> tuple[str, Files] | None:
+    """Convert a solution of a definition. Return its name and files; None for a file of another format.
+
+    problem: the folder of the converted definition. Raises UsageError if it is another task's or another definition's,
+    and for a solution in a language that is not judged.
+    """
+    if not is_foreign_solution(path):
+        return None
+    if not (problem / DEFINITION).is_file():
+        raise UsageError(f"{path}: solves a definition of FlashInfer-Trace; --problem names that definition's file")
+    definition, workloads = read_definition(problem / DEFINITION), read_workloads(problem / WORKLOADS)
+    given = read_foreign_solution(path)
+    if given.definition != definition.name:
+        raise UsageError(
+            f"{path}: solves {given.definition}, the problem is {definition.name}; --problem takes the file of its "
+            "definition, or correct its key definition"
+        )
+    file, _, function = given.spec.entry_point.partition("::")
+    files: Files = {source.path: source.content for source in given.sources}
+    if Path(file).suffix != ".py":
+        file = "greenfast_extension.py"
+        files[file] = _extension(path, given, function)
+    name = safe_name(given.name)
+    writes = given.spec.destination_passing_style
+    files["solution.json"] = _solution(name, file, function, definition, workloads, writes, given.author)
+    return name, files
+
+
+def _extension(path: Path, given: ForeignSolution, function: str) -> str:
+    if given.spec.binding != "torch":
+        raise UsageError(
+            f"{path}: spec.binding: {given.spec.binding or 'tvm-ffi (the default)'}; extensions with binding torch are "
+            "judged"
+        )
+    sources = [s.path for s in given.sources if Path(s.path).suffix in (".cu", ".cpp", ".cc", ".cxx")]
+    return _EXTENSION.format(sources=sources, function=function)
+
+
+def _shapes(definition: Definition, workloads: Sequence[Workload]) -> list[dict[str, Any]]:
+    made: list[dict[str, Any]] = []
+    for number, workload in enumerate(workloads, 1):
+        axes = "_".join(f"{axis}{value}" for axis, value in workload.axes.items())
+        name = safe_name(f"{axes}_{workload.uuid[:8]}" if axes else workload.uuid[:8])
+        if any(shape["name"] == name for shape in made):  # as of workload-1 and workload-2
+            name = f"{name}_{number}"
+        made.append(
+            {"name": name, "dims": evaluate_dims(definition, workloads, number), "purpose": f"workload {workload.uuid}"}
+        )
+    return made
+
+
+def _solution(
+    name: str,
+    file: str,
+    function: str,
+    definition: Definition,
+    workloads: Sequence[Workload],
+    writes: bool,
+    author: str = "",
+) -> str:
+    """Return the solution.json of a callable. Raises UsageError if workloads have different values of a scalar."""
+    args = []
+    for key, tensor in definition.inputs.items():
+        if tensor.shape is not None:
+            args.append(key)
+            continue
+        values = {w.inputs[key].value for w in workloads if isinstance(w.inputs.get(key), ScalarInput)}  # type: ignore[union-attr]
+        if len(values) != 1:
+            raise UsageError(f"{definition.name}: the scalar {key} has {len(values)} values; judge one at a time")
+        (value,) = values
+        kind = "bool" if isinstance(value, bool) else "int64" if isinstance(value, int) else "float64"
+        args.append(f"{kind}({int(value) if isinstance(value, bool) else value!r})")
+    args += list(definition.outputs) if writes else []
+    launch = {"kernel": function, "args": args}
+    return callable_config(name, file, author, launch)
+
+
+def _has(path: Path, keys: Sequence[str]) -> bool:
+    if path.suffix != ".json" or not path.is_file():
+        return False
+    try:
+        data = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(data, dict) and all(key in data for key in keys)

@@ -1,0 +1,109 @@
+"""KernelBench (its README and EVAL.md): a problem is a Python file with Model, a solution one with ModelNew.
+
+A problem has get_inputs and get_init_inputs too. Both models make their parameters on the CPU after
+``torch.manual_seed``.
+"""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+from greenfast.judge.formats.converted import (
+    ORIGINAL,
+    REFERENCE,
+    SEED,
+    SETTING,
+    Files,
+    callable_config,
+    safe_name,
+    task_config,
+    write_problem,
+)
+from greenfast.judge.task import CONFIG_NAME
+from greenfast.spec.errors import UsageError
+from greenfast.spec.files import read_file
+
+MODEL, NEW_MODEL = "Model", "ModelNew"
+
+_PROBLEM = '''"""{name}: a problem of KernelBench; only a tolerance is known of its errors."""
+
+from pathlib import Path
+
+from greenfast.judge.formats.defined import ModelProblem
+
+_problem = ModelProblem(Path(__file__).with_name("{original}"))
+make_case, references, decode = _problem.make_case, _problem.references, _problem.decode
+'''
+_ENTRY = '''"""Makes the model as KernelBench does, and calls it."""
+
+import torch
+
+from original import get_init_inputs
+from {module} import {model} as Model
+
+torch.manual_seed({seed})
+_model = Model(*get_init_inputs()).cuda().eval()
+
+
+def run(*inputs):
+    with torch.no_grad():
+        return _model(*inputs)
+'''
+
+
+def is_kernelbench(path: Path, model: str = MODEL) -> bool:
+    """Whether a Python file defines the class ``Model`` (a problem) or ``ModelNew`` (a solution). Does not run it."""
+    if path.suffix != ".py" or not path.is_file():
+        return False
+    try:
+        body = ast.parse(path.read_bytes()).body
+    except (SyntaxError, ValueError, MemoryError, RecursionError):
+        return False
+    return model in {statement.name for statement in body if isinstance(statement, ast.ClassDef)}
+
+
+def import_problem(path: Path, parent: Path) -> Path | None:
+    """Write the task folder of a problem below ``parent`` and return it; None for a file of another format.
+
+    The baseline is its Model. Raises UsageError for a file without get_inputs or get_init_inputs.
+    """
+    if not is_kernelbench(path):
+        return None
+    text = read_file(path)
+    missing = {"get_inputs", "get_init_inputs"} - {
+        s.name for s in ast.parse(text).body if isinstance(s, ast.FunctionDef)
+    }
+    if missing:
+        raise UsageError(f"{path}: has no function {', '.join(sorted(missing))}; a KernelBench problem has it")
+    shape = {"name": "as_given", "dims": {SETTING: 1}, "purpose": "the shape that get_inputs makes"}
+    reference = _model_files(REFERENCE, text, "original", MODEL)
+    return write_problem(
+        parent / safe_name(path.stem),
+        {
+            ORIGINAL: text,
+            "problem.py": _PROBLEM.format(name=safe_name(path.stem), original=ORIGINAL),
+            CONFIG_NAME: task_config(path.stem, "", [shape]),
+            **{f"{REFERENCE}/{name}": content for name, content in reference.items()},
+        },
+    )
+
+
+def import_solution(path: Path, problem: Path) -> tuple[str, Files] | None:
+    """Convert a solution with ModelNew. Return its name and files; None for a file of another format.
+
+    problem: the folder of the converted problem.
+    """
+    if not is_kernelbench(path, NEW_MODEL) or not (problem / ORIGINAL).is_file():
+        return None
+    name = safe_name(path.stem)
+    files = _model_files(name, read_file(problem / ORIGINAL), "new_model", NEW_MODEL)
+    return name, {"new_model.py": read_file(path), **files}
+
+
+def _model_files(name: str, problem: bytes, module: str, model: str) -> Files:
+    return {
+        ORIGINAL: problem,
+        "entry.py": _ENTRY.format(module=module, model=model, seed=SEED),
+        "solution.json": callable_config(name, "entry.py", "", {"kernel": "run"}),
+    }
