@@ -232,7 +232,7 @@ def test_a_program_that_cannot_run_is_refused_with_the_remedy(
     assert "empty.cu(1): error" in capsys.readouterr().err
     source.write_text("#include <cufft.h>\nint main() {}")
     assert main(["run", str(source)]) == 3
-    assert "empty.cu: uses cuFFT (cufft.h), which is not emulated" in capsys.readouterr().err
+    assert "empty.cu: uses cuFFT (cufft.h). Its kernels have no PTX" in capsys.readouterr().err
     source.write_text('extern "C" int ncclGetVersion(int*); int main() { return ncclGetVersion(nullptr); }')
     assert main(["run", str(source)]) == 3
     assert "uses NCCL (ncclGetVersion)" in capsys.readouterr().err

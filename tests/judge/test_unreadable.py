@@ -94,7 +94,7 @@ def test_a_python_file_has_one_header(tmp_path: Path) -> None:
     """The file's own code would see the last."""
     path = tmp_path / "k.py"
     path.write_text('GREENFAST = {"name": "a", "language": "family"}\nGREENFAST = {"name": "b"}\n')
-    with pytest.raises(UsageError, match=r"k\.py: line 2: GREENFAST stands twice; give it once"):
+    with pytest.raises(UsageError, match=r"k\.py: line 2: GREENFAST is assigned twice; assign it once"):
         find_solution(path)
 
 

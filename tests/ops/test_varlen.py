@@ -170,7 +170,7 @@ def test_no_sequences_and_no_tokens() -> None:
         ({"query": torch.ones(1, 178, 4, 64).bfloat16()}, ValueError, r"query: its shape is \(1, 178, 4, 64\)"),
         ({"query": None}, TypeError, "query: a NoneType"),
         ({"key": torch.ones(349, 3, 64).bfloat16()}, ValueError, "key, value: their shapes"),
-        ({"value": torch.ones(349, 2, 64).half()}, TypeError, "value: its dtype is torch.float16, that of query"),
+        ({"value": torch.ones(349, 2, 64).half()}, TypeError, "value: its dtype is torch.float16, but query is"),
         ({"cu_seq_q": torch.zeros(6)}, TypeError, "cu_seq_q: its dtype is torch.float32; allowed: torch.int32"),
         ({"cu_seq_k": None}, ValueError, "cu_seq_k: None"),
         ({"cu_seq_k": starts([349])}, ValueError, r"cu_seq_k: its shape is \(2,\); \(N \+ 1,\)"),

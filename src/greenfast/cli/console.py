@@ -62,7 +62,7 @@ def show(what: Table | Text | str) -> None:
 class GateConsole:
     """Prints each gate when it ends, and the current step before.
 
-    The step is a line of a terminal that the next step replaces. Use as a context manager, which removes it.
+    The step is a line of a terminal that the next step replaces. Use as a context manager: its end removes the line.
     """
 
     #: Seconds without output after which a file or a pipe gets the current step too.

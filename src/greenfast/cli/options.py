@@ -171,7 +171,7 @@ def judge(parser: argparse.ArgumentParser) -> None:
         "--exam-seed",
         type=count,
         metavar="N",
-        help="repeat the exam of this seed, which is then not the whole exam (default: a secret one)",
+        help="repeat the exam of this seed; it then does not count as a whole exam (default: a secret seed)",
     )
     add("--no-profile", action="store_true", help="take no Nsight Compute profile")
     quoting = parser.add_mutually_exclusive_group()
@@ -396,7 +396,7 @@ def run(parser: argparse.ArgumentParser) -> None:
         help="known findings, one a line: kind=data-race kernel=*reduce* file=reduce.cu line=12 (each field optional)",
     )
     add("--error-exitcode", type=count, metavar="N", help="exit code if there are findings (default: 1, or 3)")
-    add("--sarif", type=Path, metavar="FILE", help="also write the findings as SARIF 2.1.0, which CI systems read")
+    add("--sarif", type=Path, metavar="FILE", help="also write the findings as SARIF 2.1.0, for CI systems")
     observe(parser)
     add("--json", action="store_true", help="print the report as JSON; the script's own output goes to stderr")
 
@@ -434,8 +434,8 @@ def emulate(parser: argparse.ArgumentParser) -> None:
         "--formal",
         choices=("fail", "report"),
         default="fail",
-        help="a broken rule of the PTX ISA whose effect depends on timing, such as a bulk store that nothing waits "
-        "for: exit 1 after the run (fail), or report it alone (default: fail)",
+        help="on a broken rule of the PTX ISA with an effect that depends on timing, such as a bulk store that nothing "
+        "waits for: exit 1 after the run (fail), or only report it (default: fail)",
     )
     add("--orders", type=count, metavar="N", help="run in N orders of the warps (default: 3, or 1 above 4096 threads)")
     add(

@@ -28,7 +28,7 @@ from greenfast.judge.store import to_json, write_whole
 from greenfast.spec.errors import GreenfastError, UsageError
 from greenfast.spec.extras import require
 
-#: A script's traceback omits frames of these files: Python's start of the script, and this package.
+#: A script's traceback omits the frames of runpy (Python's start of the script) and of this package.
 _OWN = (runpy.__file__, str(Path(__file__).parents[1]))
 
 

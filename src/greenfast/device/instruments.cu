@@ -1,4 +1,4 @@
-// The judge's own kernels, which are queued around each timed launch. device/helper_kernels.py launches them.
+// The judge's own kernels. device/helper_kernels.py launches them around each timed launch.
 
 using u64 = unsigned long long;
 

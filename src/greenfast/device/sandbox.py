@@ -135,12 +135,12 @@ _PRCTL = (2, 3, 7, 15, 16, 21, 23, 27, 29, 30, 38, 39, 40, 41, 42, 50, 51, 55, 5
 _FCNTL = (0, 1, 2, 3, 4, 5, 6, 7, 9, 36, 37, 38, 1030, 1031, 1032, 1033, 1034)
 #: ioctl: what kind of terminal it is, bytes to read, blocking, close on exec, a copy of a file's blocks.
 _IOCTL = (0x5401, 0x540F, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451, 0x40049409)
-#: For the driver all of them but those of terminals, files' flags, block devices, btrfs and sockets.
+#: For the driver: all ioctls except of terminals, files' flags, block devices, btrfs and sockets.
 _IOCTL_KINDS = tuple(kind << 8 for kind in range(256) if kind not in (0x12, 0x54, 0x58, 0x66, 0x76, 0x89, 0x94))
 _STREAM, _SEQPACKET, _TYPE = 1, 5, 0xF
 _CGROUP = "greenfast-"
 
-#: An argument's number, the bits of it that count, and the allowed values of these bits.
+#: An argument's number, a mask of its bits, and the allowed values under the mask.
 Check = tuple[int, int, Sequence[int]]
 _ALL = 0xFFFFFFFF
 

@@ -15,7 +15,7 @@ In words:
                                       (struct:i32=5,map=x[8,32]:128)
     in:p=struct:i32=5,x               a pointer to such a struct in global memory
 
-Types are i8 to i64, u8 to u64, f16, f32, f64, or NumPy's names of these.
+Types are i8 to i64, u8 to u64, f16, f32, f64, or NumPy's names.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ def _convert_number(label: str, value: bool | np.bool_ | int | float, parameter:
 def _bind_array(
     arguments: Arguments, buffers: dict[str, tuple[object, Array]], label: str, value: object
 ) -> str | np.number[Any]:
-    """Return the name of an array's buffer, which is added if it is new; for an empty array a null pointer."""
+    """Return the name of an array's buffer, or a null pointer for an empty array. Add the buffer if it is new."""
     owner = value.array if isinstance(value, In | Out) else value
     array = _view_array(label, owner)
     if not array.size:
@@ -241,7 +241,7 @@ def _parse_struct(arguments: Arguments, text: str, fields: str) -> Struct:
 
 
 def _parse_tensor_map(arguments: Arguments, text: str, spec: str) -> TensorMap:
-    """Return the tensor map over the whole of a buffer given before, its dimensions those of the buffer's shape."""
+    """Return the tensor map over the whole of a buffer given before; it has the buffer's shape."""
     match = _MAP.fullmatch(spec)
     if match is None:
         raise UsageError(f"--arg {text!r}: give a tensor map as NAME[BOX] or NAME[BOX]:SWIZZLE, such as x[8,64]:128")

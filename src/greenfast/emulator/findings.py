@@ -138,7 +138,7 @@ class Findings:
 
 
 def to_sarif(findings: Findings, root: Path | None = None) -> dict[str, Any]:
-    """Return findings as a SARIF 2.1.0 log, which CI systems show next to the source lines.
+    """Return findings as a SARIF 2.1.0 log. CI systems show it next to the source lines.
 
     root: the folder that file names are relative to (default: the current one). Suppressed findings are marked so.
     """

@@ -417,7 +417,7 @@ class _Chain:
         """Run the operations of host code before a launch."""
         for operation in self.operations.get(number, ()):
             for name in self.read_only.intersection(operation.run(self.memory)):
-                self.input_writes.setdefault(name, f"{operation.name} writes to {name!r}, which is an input")
+                self.input_writes.setdefault(name, f"{operation.name} writes to the input {name!r}")
 
     def launch(self, number: int, step: KernelLaunch, seed: int, phases: Sequence[str]) -> None:
         """Run every block of one launch."""

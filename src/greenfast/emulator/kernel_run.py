@@ -178,12 +178,12 @@ def run(
     """Run a kernel on the PTX emulator, as a launch on a GPU would, and report its faults and counts.
 
     source: a .cu or .ptx file, or the text of one. kernel: its name; None for the only kernel. grid, block: extents in
-    x, y, z. args: one value per parameter: a NumPy array or a CPU tensor of PyTorch, which the kernel may read and
-    change in place; ``In(array)``, ``Out(array)``; a number, which takes the parameter's type if it is Python's; None
-    for a null pointer. smem: bytes of dynamic shared memory. arch: target of a CUDA source (default: sm_90a). orders:
-    number of runs, each in another order of the warps (default: 3, or 1 for more than 4096 threads), drawn from
-    ``seed``. defines: NAME or NAME=VALUE. formal: whether formal findings (docs/emulator.md) are failures. check: raise
-    a fault instead of returning it in the report. observe: what to observe in the first order, for ``report.observed``.
+    x, y, z. args: one value per parameter: a NumPy array or a CPU tensor of PyTorch, read and changed in place;
+    ``In(array)``, ``Out(array)``; a number, of the parameter's type if it is Python's; None for a null pointer. smem:
+    bytes of dynamic shared memory. arch: target of a CUDA source (default: sm_90a). orders: number of runs, each in
+    another order of the warps (default: 3, or 1 for more than 4096 threads), drawn from ``seed``. defines: NAME or
+    NAME=VALUE. formal: whether formal findings (docs/emulator.md) are failures. check: raise a fault instead of
+    returning it in the report. observe: what to observe in the first order, for ``report.observed``.
 
     Returns the report. The arrays hold the results, unless a fault ended the run. Raises KernelFaultError if the kernel
     has a fault and ``check`` is True, UsageError for a wrong request, CompileError, and UnsupportedError for limits of

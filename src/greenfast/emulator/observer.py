@@ -214,9 +214,9 @@ class Observer:
         )
 
     def _record_watch(self, m: ResidentBlocks, site: _Site, lanes: ThreadSet) -> None:
-        """Add the values of a watched expression: a step per warp, which the line's other expressions share."""
+        """Add the values of a watched expression to one step per warp, shared by the line's other expressions."""
         assert site.watch is not None
-        number, which, kind = site.watch
+        number, index, kind = site.watch
         watch = self.watches[number]
         target = site.instruction.operands[0]
         assert isinstance(target, Register)
@@ -225,14 +225,14 @@ class Observer:
             values = _decode(m.register(target.name)[group], kind)
             key = (number, *_locate(m, int(group[0])))
             step = self._open.get(key)
-            if which and step is not None:
-                step.values[watch.expressions[which]] = values
-            elif not which and self._has_space(self._watched):
-                step = self._make_step(m, group, site.instruction, "", {watch.expressions[which]: values})
+            if index and step is not None:
+                step.values[watch.expressions[index]] = values
+            elif not index and self._has_space(self._watched):
+                step = self._make_step(m, group, site.instruction, "", {watch.expressions[index]: values})
                 step = msgspec.structs.replace(step, line=watch.line)
                 self._open[key] = step
                 self._watched.append(step)
-            elif not which:
+            elif not index:
                 self._open.pop(key, None)
 
     def _count_lines(self) -> list[LineCounts]:

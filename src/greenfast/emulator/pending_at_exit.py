@@ -21,7 +21,7 @@ from greenfast.emulator.ptx.inlining import inline_calls
 from greenfast.emulator.ptx.parser import parse
 from greenfast.emulator.ptx.syntax import Function, Immediate, Instruction, Register, Special, Symbol, Vector
 
-#: Every such operation contains one of these texts.
+#: The name of every such operation contains one of the texts.
 _MARKS = (".bulk_group", "wgmma.mma_async", "::complete_tx::bytes", "st.async", "red.async", "cp.reduce.async")
 _MOST_STATES = 100_000
 #: Number of recent groups that are tracked separately; older ones are merged into the last of them.

@@ -2,8 +2,8 @@
 
 A quantum runs one warp index of every block until all of its threads wait or have ended. The order of the warps is
 shuffled from a seed, so that a missing barrier shows in some order. Diverged threads of a warp run lowest instruction
-first and join at the same instruction, which reconverges structured code. Warp-wide instructions (shuffles, matrix
-fragments) wait for all threads of the warp, warpgroup instructions (wgmma) for its four warps. Where the order of the
+first and join at the same instruction, so structured code reconverges. Warp-wide instructions (shuffles, matrix
+fragments) wait for all threads of the warp, warpgroup instructions (wgmma) for its four warps. If the order of the
 warps has no effect, all of them run together (lockstep.py).
 """
 
@@ -45,7 +45,7 @@ MAX_NO_PROGRESS = 2
 #: How often a warp that is held back runs while nothing else changes, before it is one like the others.
 MAX_LAG_ROUNDS = 8
 #: Probability of delivering a bulk copy while other work could run, in every second order of the warps. In the other
-#: orders, copies arrive as late as possible, which exposes accesses without a wait.
+#: orders, copies arrive as late as possible. Late arrival exposes accesses without a wait.
 EARLY_DELIVERY = 0.25
 
 

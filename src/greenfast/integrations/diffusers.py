@@ -117,7 +117,7 @@ def _find_fault(module: Any, original: Any) -> str:
         if type(norm).__name__ not in _NORMS:
             return f"{name}: a {type(norm).__name__}; known are {', '.join(_NORMS)}"
         if norm.eps != (getattr(module, "norm_q", None) or norm).eps:
-            return f"{name}: eps is {norm.eps}, that of norm_q {module.norm_q.eps}"
+            return f"{name}: eps is {norm.eps}, but norm_q.eps is {module.norm_q.eps}"
         if norm.eps is None or (type(norm).__name__ == "RMSNorm" and getattr(norm, "bias", None) is not None):
             return f"{name}: without eps, or with a bias"
     return ""
@@ -189,8 +189,8 @@ class Processor:
         if norm is not None:
             kind = _NORMS[type(norm).__name__]
             options = {**options, "norm": kind, "norm_eps": norm.eps}
-            for name, which in (("q_norm", 3), ("k_norm", 4)):
-                weights = [_read_norm(part[which], part.query.shape[1], part.query.shape[3]) for part in parts]
+            for name, index in (("q_norm", 3), ("k_norm", 4)):
+                weights = [_read_norm(part[index], part.query.shape[1], part.query.shape[3]) for part in parts]
                 options[name] = [weight for weight, _ in weights]
                 if kind == "layer":
                     options[f"{name}_bias"] = [bias for _, bias in weights]

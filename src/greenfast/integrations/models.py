@@ -48,9 +48,8 @@ class Accelerated:
     """A report of what ``accelerate`` replaced in a model, and the way back.
 
     replaced: name of each replaced layer -> what runs in its place. left: name of each other layer -> the reason.
-    routed: counts of calls, of replaced layers and of the routed ``sdpa`` that others run. errors: relative
-    errors by layer and step, while ``calibrate`` measures. It can be used in a ``with``
-    block, which undoes at its end.
+    routed: counts of calls, of replaced layers and of the routed ``sdpa`` that others run. errors: relative errors by
+    layer and step, while ``calibrate`` measures. As a context manager it calls ``undo`` at the end of the block.
     """
 
     precision: AutoPrecision

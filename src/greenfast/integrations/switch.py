@@ -54,8 +54,8 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 def _run_uncompiled(function: _Function) -> _Function:
     """Keep torch.compile from compiling calls of ``function`` and its callees outside a graph.
 
-    Unlike torch.compiler.disable, this lets torch.compile trace the function as a part of another one. It does not
-    import torch._dynamo, which would take two seconds.
+    Unlike torch.compiler.disable, this lets torch.compile trace the function as a part of another one. It also saves
+    the import of torch._dynamo, two seconds.
     """
     skip = _DYNAMO._FrameAction.SKIP
     _DYNAMO.set_code_exec_strategy(function.__code__, _DYNAMO._FrameExecStrategy(skip, skip))
@@ -323,7 +323,7 @@ def _set_modes(modes: Sequence[Any]) -> None:
 
 
 class _BodyState:
-    """The hooks of a decorated generator or coroutine: that of the decorator and those that the body has entered.
+    """The hooks of a decorated generator or coroutine: the decorator's, and hooks that the body has entered.
 
     entered: the value of ``_ENTERED_HOOKS`` inside the body. outside: the caller's value during a step. above: for each
     hook, the foreign mode that was above it on the stack when it was removed, if any; it is inserted below that mode.

@@ -130,7 +130,7 @@ def _find_model_fault(model: Any) -> str | None:
         module = sys.modules.get(name)
         for attribute, classes in vars(module).items() if module else ():
             if attribute.endswith("ATTENTION_CLASSES") and isinstance(classes, dict) and NAME not in classes:
-                return f"its attention is chosen by name from {attribute}, which lacks this one; {_USE_HINT}"
+                return f"its attention is chosen by name from {attribute}, without an entry for this one; {_USE_HINT}"
         if module and name.rpartition(".")[2].startswith("modeling_") and _NAME_COMPARISON.search(_read_source(module)):
             return f'it treats "sdpa" by name, and would get other masks or queries under another name; {_USE_HINT}'
     return None

@@ -103,8 +103,8 @@ def paged_attention(
     scores s become softcap * tanh(s / softcap), 0 leaves them. softmax_scale: what scores are multiplied by.
 
     Returns the output, (total_q, heads, head_dim) of ``out_dtype``, and the natural log-sum-exp of each row's scores
-    and sink, float32 (heads, total_q). Rows without a key are 0, their log-sum-exp is that of the sink alone or -inf;
-    so are the rows after cu_seqlens_q[-1]. NaN in a key or value affects only the rows that attend to it.
+    and sink, float32 (heads, total_q). Rows without a key, and rows after cu_seqlens_q[-1], are 0; their log-sum-exp is
+    the sink, or -inf without sinks. NaN in a key or value affects only the rows that attend to it.
     """
     total, heads, head_dim = q.shape
     kv_heads, page_size = k_cache.shape[2], k_cache.shape[1]

@@ -22,7 +22,7 @@ _LSE_MESSAGE = (
 
 #: Saved before the inputs. If PyTorch's attention recomputes a call of this operator, it saves the inputs in another
 #: order, and a checkpoint would use K as Q. The checkpoint compares shapes, and this extra tensor makes it fail.
-with torch.inference_mode(False):  # the first call, which imports this, may be in inference mode
+with torch.inference_mode(False):  # the first call imports this module, perhaps in inference mode
     _MARK = torch.empty(0)
 
 
@@ -117,7 +117,7 @@ class _NoGradientNode(_Node):
 
 
 def _refuse_gradients(message: str, needed: Any, shapes: Any, grad: Tensor) -> list[Tensor | None]:
-    """Return zeros of these shapes if ``grad`` is zero; the check runs with the operator, not while it is traced.
+    """Return zeros of the shapes if ``grad`` is zero; the check runs with the operator, not while it is traced.
 
     AOTAutograd and reentrant checkpoints send zeros to every output that does not affect the loss.
     """

@@ -59,8 +59,8 @@ def sdpa_kept_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Compute ``torch.ops.greenfast.sdpa_kept_backward`` in 16 bits: gradients with the inputs' dtypes and strides.
 
-    out, lse, key_mean: as ``torch.ops.greenfast.sdpa_kept`` returned them. The gradients are those of attention to
-    centered keys: subtracting a vector from all keys changes neither the weights nor their gradients.
+    out, lse, key_mean: as ``torch.ops.greenfast.sdpa_kept`` returned them. The gradients are computed with centered
+    keys: subtracting a vector from all keys changes neither the weights nor their gradients.
     """
     if not (query.numel() and key.numel()):
         return sdpa_backward(grad, query, key, value, causal, scale)
@@ -165,8 +165,8 @@ def flash_backward(
 def _include_sinks(grad: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return an output and its log-sum-exp with the sinks' weights in their sums, and the gradient of sinks.
 
-    grad, out: (..., H, S, D). lse: (..., H, S). A backward pass computes weights as exp(score - lse), and subtracts the
-    mean gradient of weights, which it computes as the product of a row of grad and out. So it needs no other change.
+    grad, out: (..., H, S, D). lse: (..., H, S). A backward pass computes weights as exp(score - lse). It subtracts the
+    mean gradient of weights, the product of a row of grad and out. So it needs no other change.
     """
     logits = sinks.float().unsqueeze(-1)
     out = (out * torch.sigmoid(lse - logits).unsqueeze(-1)).to(out.dtype)
@@ -179,7 +179,7 @@ def _include_sinks(grad: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> tup
 def masked_backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, mask: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Compute the gradients by PyTorch's memory-efficient attention. The last one is that of sinks, (H,) or None.
+    """Compute the gradients by PyTorch's memory-efficient attention. The last one is for sinks, (H,) or None.
 
     mask: bool, broadcastable to (B, H, S, KV). The scores' bias takes S x KV numbers of 16 bits for each of its heads.
     """

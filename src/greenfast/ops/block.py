@@ -166,9 +166,9 @@ def check_transform(query: Tensor, key: Tensor, options: QKTransform) -> None:
     if not 2 <= width <= columns or width % 2:
         raise ValueError(f"rope_dim: {width}; an even number from 2 to the head dim {columns} is needed")
     if cos.dtype != sin.dtype:
-        raise TypeError(f"rope: the dtype of cos is {cos.dtype}, that of sin {sin.dtype}; they must agree")
+        raise TypeError(f"rope: cos is {cos.dtype} and sin {sin.dtype}; they must agree")
     if cos.dim() != sin.dim() or not all([require(a == b) for a, b in zip(cos.shape, sin.shape, strict=True)]):
-        raise ValueError(f"rope: the shape of cos is {tuple(cos.shape)}, that of sin {tuple(sin.shape)}")
+        raise ValueError(f"rope: cos is {tuple(cos.shape)} and sin {tuple(sin.shape)}; the same shape is needed")
     if cos.dim() not in (2, 3, 4):
         raise ValueError(
             f"rope: the shape of cos is {tuple(cos.shape)}; (S, columns), (B, S, columns) or (B, H, S, columns) is "

@@ -153,8 +153,8 @@ class BlockMask:
             _check_integers(name, x, _INTEGERS, (1, 2), "(length,) or (B, length)")
         if keys.dim() != queries.dim():
             raise ValueError(
-                f"kv_segments: its shape is {tuple(keys.shape)}, that of q_segments {tuple(queries.shape)}; both "
-                "(length,) or both (B, length) are needed"
+                f"kv_segments: it is {tuple(keys.shape)}, q_segments {tuple(queries.shape)}; both (length,) or both "
+                "(B, length) are needed"
             )
         if queries.dim() == 1:
             queries, keys = queries.unsqueeze(0), keys.unsqueeze(0)
@@ -251,7 +251,7 @@ torch.serialization.add_safe_globals([BlockMask])
 
 
 def _check_integers(name: str, x: Any, dtypes: tuple[torch.dtype, ...], dims: tuple[int, ...], shape: str) -> None:
-    """Raise TypeError or ValueError unless x has one of these dtypes and numbers of dimensions."""
+    """Raise TypeError or ValueError unless x has an allowed dtype and number of dimensions."""
     check_strided(name, x)
     if x.dtype not in dtypes:
         hint = "; pass mask == 0 for an additive one" if name == "mask" and x.is_floating_point() else ""
@@ -304,8 +304,7 @@ def check_segments(q_segments: Any, kv_segments: Any) -> None:
     check_device("kv_segments", kv_segments, "q_segments", q_segments)
     if not require(kv_segments.shape[0] == q_segments.shape[0]):
         raise ValueError(
-            f"kv_segments: its shape is {tuple(kv_segments.shape)}, that of q_segments {tuple(q_segments.shape)}; the "
-            "same B is needed"
+            f"kv_segments: it is {tuple(kv_segments.shape)}, q_segments {tuple(q_segments.shape)}; the same B is needed"
         )
 
 

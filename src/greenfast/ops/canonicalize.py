@@ -117,7 +117,7 @@ def get_cast_dtype(x: Tensor, float32_as: torch.dtype | None) -> torch.dtype:
 
 
 def is_jagged(*tensors: Any) -> bool:
-    """Return whether all of these are nested tensors with ``layout=torch.jagged``."""
+    """Return whether all tensors are nested, with ``layout=torch.jagged``."""
     for x in tensors:  # noqa: SIM110 - torch.compile would trace a generator
         if not isinstance(x, Tensor) or x.layout is not torch.jagged:
             return False
@@ -221,7 +221,7 @@ def _check_tensors(
             return Refusal(ValueError, f"{name}: {x.dim()}-D; (..., length, head_dim) is needed")
     dtype = get_cast_dtype(query, float32_as)
     if dtype not in DTYPES:
-        hint = "" if dtype != torch.float32 else "; with float32_as, float32 is cast to one of these"
+        hint = "" if dtype != torch.float32 else "; pass float32_as to cast float32"
         return Refusal(TypeError, f"query: {dtype}; the kernels take {' and '.join(map(str, DTYPES))}{hint}")
     for name, x in named:
         if x.device != query.device:

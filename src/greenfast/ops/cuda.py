@@ -95,7 +95,7 @@ def build_sdpa_config(
 
 
 def get_sizes(query: Shape, key: Shape) -> Sizes:
-    """Return the sizes of a call with query and key (or quantized key) of these shapes."""
+    """Return the sizes of a call from the shapes of query and key (or quantized key)."""
     return Sizes(query[0], query[1], key[1], query[2], key[2])
 
 
@@ -337,8 +337,8 @@ def sdpa_kept(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``torch.ops.greenfast.sdpa_kept`` of CUDA tensors.
 
-    The log-sum-exp lacks the contribution of the keys' mean, which takes PyTorch a pass over Q in float32. The backward
-    pass adds that of another mean anyway.
+    The log-sum-exp lacks the contribution of the keys' mean: computing it would take PyTorch a pass over Q in float32,
+    and the backward pass adds the contribution of another mean anyway.
     """
     out, (lse, *means) = _sdpa(True, query, key, value, precision, causal, scale)
     if means:

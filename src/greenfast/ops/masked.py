@@ -1,6 +1,6 @@
 """Attention with masks: a window, lengths of keys, lists of tiles; and with softcap, sinks and skipped tiles.
 
-The dense attention kernel computes them with a schedule, which a kernel makes on the device (``kernels.attention.
+The dense attention kernel computes them with a schedule. A kernel makes it on the device (``kernels.attention.
 schedule``): it lists the work tiles, and for each the key tiles follow from its limits or from a ``BlockMask``.
 """
 
@@ -290,7 +290,7 @@ def _read_mask(mask: Tensor, causal: int, q_len: Any, kv_len: Any, batch: Any) -
 
 
 def is_padding(mask: Any, causal: int, query: Any, key: Any) -> bool:
-    """Return whether a mask of ``sdpa`` is booleans (B or 1, 1, 1, KV), which leave out keys for all queries."""
+    """Return whether a mask of ``sdpa`` leaves out keys for all queries: booleans (B or 1, 1, 1, KV)."""
     return (
         all([isinstance(x, Tensor) for x in (mask, query, key)])
         and not causal
@@ -466,7 +466,7 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Compute the gradients of attention on the unquantized tensors, and of the sinks. No tile is skipped.
 
-    PyTorch computes them on a GPU. On the CPU, and with softcap, which PyTorch lacks, they are in float32.
+    PyTorch computes them on a GPU. It lacks softcap: with it, and on the CPU, they are computed in float32.
     """
     spec = _make_spec(
         query, key.shape[2], kv_lengths, kv_rows, counts, entries, bits, alignment, window_left, window_right

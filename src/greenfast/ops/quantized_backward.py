@@ -1,8 +1,8 @@
 """Gradients of attention by 8-bit products on Hopper: ``sdpa(..., backward="8bit")``.
 
-``compute_gradients`` is ``quantize``, which converts Q, K, V and dO to codes, and ``launch``, which computes the
-gradients from these. ``encode`` defines the codes, by PyTorch's operators on any device. docs/training-kernels.md
-describes the formats and their errors.
+``compute_gradients`` calls ``quantize``, to convert Q, K, V and dO to codes, and ``launch``, to compute the gradients
+from them. ``encode`` defines the codes, by PyTorch's operators on any device. docs/training-kernels.md describes the
+formats and their errors.
 """
 
 from __future__ import annotations
@@ -200,8 +200,8 @@ def quantize(
 ) -> dict[str, Tensor]:  # fmt: skip
     """Return the buffers of ``encode``, on a Hopper GPU, and five that its kernels share.
 
-    Tensors of bfloat16 with contiguous columns and rows aligned to 16 bytes; lse is contiguous, of scores with keys
-    minus lse_mean, float32 (B, HK, D), which is rotated. kv_lengths: int32 (B,) or None, as for ``encode``.
+    Tensors of bfloat16 with contiguous columns and rows aligned to 16 bytes. lse: contiguous, of scores with keys minus
+    lse_mean. lse_mean: float32 (B, HK, D), rotated. kv_lengths: int32 (B,) or None, as for ``encode``.
     """
     inputs = (query, key, value, out, grad)
     batch, heads, q_len, head_dim = query.shape

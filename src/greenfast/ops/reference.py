@@ -299,12 +299,11 @@ def compute_mean_scores(query: Tensor, key_mean: Tensor, *, rotated: bool) -> Te
 def center_keys(query: Tensor, key: Tensor, lse: Tensor, key_mean: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Return the keys minus their mean, of key's dtype and strides, and the log-sum-exp of their scores.
 
-    lse: of scores with the keys minus ``key_mean``, which is as for compute_mean_scores, rotated. That mean is
-    estimated. What it leaves of the mean in the keys would meet errors of the forward pass in dQ: on uniform inputs
-    they would be 4.5 % of it instead of 0.5 %.
+    lse: of scores with the keys minus ``key_mean``. key_mean: as for compute_mean_scores, rotated. It is an estimate.
+    If its error stayed in the keys, the gradient of Q would err by 4.5 % on uniform inputs instead of 0.5 %.
     """
     mean = key.mean(-2, dtype=torch.float32)
-    # The product is of 16 bits, and without the scale it would exceed those of float16 where the scores do not.
+    # The product is of 16 bits. Without the scale it could overflow float16 although the scores do not.
     shift = ((mean - _rotate_back(key_mean, key.shape[-1])) * scale).to(query.dtype)
     scores = query @ shift.repeat_interleave(query.shape[1] // key.shape[1], 1).unsqueeze(-1)
     centered = torch.sub(key, mean.unsqueeze(-2), out=torch.empty_like(key))  # the difference is of float32

@@ -550,7 +550,7 @@ def _explain_traced(
     return explanation.kernel, explanation.reason
 
 
-# Like torch.compiler.assume_constant_result, without loading torch._dynamo, which takes two seconds.
+# Like torch.compiler.assume_constant_result, without the two seconds for loading torch._dynamo.
 _explain_traced._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 

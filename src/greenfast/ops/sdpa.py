@@ -157,9 +157,9 @@ def sdpa(
     of each row, without a value. kv_lengths: int32 or int64 (B,) on the same device, the keys of each sequence; those
     after them are padding. Keys of the padding, and keys that a mask (B, 1, 1, KV) leaves out, change no result,
     whatever they hold.
-    skip_threshold: from 0, which skips nothing, to below 1. A tile of 128 keys is left out for 64 rows, counted from
-    row 0, if all of its weights are below it in each of them; a row's largest score in earlier tiles has the weight 1
-    (BLASST, Yuan et al., 2025). Only its Q K^T is computed. Results and the log-sum-exp are without these tiles.
+    skip_threshold: 0 (skips nothing) to below 1. A tile of 128 keys is left out for 64 rows, counted from row 0, if all
+    of its weights are below it in each of them; a row's largest score in earlier tiles has the weight 1 (BLASST, Yuan
+    et al., 2025). Only its Q K^T is computed. Results and the log-sum-exp are without these tiles.
     precision: "fp8" computes both products in E4M3. "int8" computes Q K^T in int8 and P V in E4M3. "int8_fine" is
     "int8" with a scale for each row of Q and each 32 of 128 keys; the others have one for 16 rows and one for 128 keys.
     Before quantization Q and K are rotated by a Hadamard matrix, and the mean of K is subtracted; neither changes the
@@ -175,13 +175,13 @@ def sdpa(
     makes all rows NaN that attend to any key of its block of 128. The gradients are of attention on the unquantized
     tensors, and no tile is skipped in them; the backward pass recomputes it in 16 bits. There is no forward mode and no
     second derivative, and a gradient that reaches the log-sum-exp raises NotImplementedError. sinks have gradients.
-    With softcap the backward pass is in float32, which is slower on a GPU.
+    With softcap the backward pass is in float32, slower on a GPU.
     backward: "16bit" as above. "16bit_kept" keeps the output and the log-sum-exp of the forward pass instead of
     recomputing them. "8bit" also computes the five products of the backward pass in int8 and E4M3. Both are for
     training on a Hopper GPU, (B, H, S, D), with causal masks. "8bit" takes bfloat16, D 64, 128 or 256, and also
     ``window``, ``kv_lengths`` and booleans (B, 1, 1, KV). docs/training.md has speed and errors. On a CPU their
-    gradients are exact. "auto" is the fastest of these for calls with 4,096 queries and keys or more: "16bit_kept" at D
-    64, "8bit" at D 128 and 256, with windows of 1,024 keys and more, and with ``kv_lengths``. For others it is "16bit".
+    gradients are exact. "auto" is the fastest for calls with 4,096 queries and keys or more: "16bit_kept" at D 64,
+    "8bit" at D 128 and 256, with windows of 1,024 keys and more, and with ``kv_lengths``. For others it is "16bit".
 
     Raises TypeError for wrong dtypes, flags and numbers, ValueError for shapes, devices and choices that do not fit,
     and NotImplementedError for masks that are added to scores, ``dropout_p``, other nested and sparse tensors, and head
@@ -524,8 +524,8 @@ def quantize(
     q_norm, k_norm, norm_eps, rope, rope_dim, rope_interleaved, norm, q_norm_bias, k_norm_bias, and query, key and value
     as lists of parts of a sequence: as for ``attention_block``; rows are normalized and rotated before everything else.
 
-    Raises TypeError unless the inputs are tensors of these dtypes, ValueError for shapes, devices and choices that do
-    not fit, NotImplementedError for a head dim without a kernel.
+    Raises TypeError for inputs of other types and dtypes, ValueError for shapes, devices and choices that do not fit,
+    NotImplementedError for a head dim without a kernel.
     """
     check_choice("precision", precision, PRECISIONS)
     parts = None
@@ -676,11 +676,11 @@ def attention_block(
     one more pass over Q and K. Both are of one kind and dtype. norm: "rms" for RMSNorm, "layer" for LayerNorm.
     q_norm_bias, k_norm_bias: biases of LayerNorm, of the shape and dtype of the weights, or None. norm_eps: added to
     the mean of the squares. rope: (cos, sin), then a rotary embedding of the first ``rope_dim`` columns, by default
-    all. The tables are (S, T), (B, S, T), or with tables of each head (B, H, S, T), of one of these dtypes, with a row
-    for each token; S and KV must be equal, with tables of each head H and HK too. T is rope_dim / 2, the angles, or
-    rope_dim: models store each angle twice, and the second copy is not read. Columns i and i + rope_dim / 2 are
-    rotated by angle i, with rope_interleaved columns 2 i and 2 i + 1. Norm and RoPE are computed in float32, and the
-    result of each is rounded to the dtype of the tensors, as in two PyTorch operators.
+    all. The tables are (S, T), (B, S, T), or with tables of each head (B, H, S, T), with a row for each token, in
+    float32, bfloat16 or float16; S and KV must be equal, with tables of each head H and HK too. T is rope_dim / 2, the
+    angles, or rope_dim: models store each angle twice, and the second copy is not read. Columns i and i + rope_dim / 2
+    are rotated by angle i, with rope_interleaved columns 2 i and 2 i + 1. Norm and RoPE are computed in float32, and
+    the result of each is rounded to the dtype of the tensors, as in two PyTorch operators.
     Parts of a sequence, such as text and image tokens: query, key and value may each be a list of tensors (B, H, S_i,
     D), joined in this order. Norms and biases are then lists too, or one for all; rope is one pair for the whole
     sequence, or a list of pairs, with None for a part that is not rotated. The pass reads two parts in place, each with

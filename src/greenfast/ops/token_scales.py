@@ -72,7 +72,7 @@ def _attend_part(query: Tensor, key: Tensor, value: Tensor, masked: bool, scale:
 
 
 def _has_contiguous_heads(x: Tensor) -> bool:
-    """Check whether the tokens of each head follow those of the head before, as in a contiguous (B, H, S, D)."""
+    """Return whether each head's tokens follow the tokens of the head before, as in a contiguous (B, H, S, D)."""
     return x.is_contiguous() and x.shape[0] > 1
 
 

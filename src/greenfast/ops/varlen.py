@@ -245,7 +245,7 @@ def check_varlen(query: Any, key: Any, value: Any, cu_seq_q: Any, cu_seq_k: Any,
         if x.dtype not in DTYPES:
             raise TypeError(f"{name}: its dtype is {x.dtype}; allowed: {', '.join(map(str, DTYPES))}")
         if x.dtype != query.dtype:
-            raise TypeError(f"{name}: its dtype is {x.dtype}, that of query {query.dtype}; they must agree")
+            raise TypeError(f"{name}: its dtype is {x.dtype}, but query is {query.dtype}; they must agree")
         check_device(name, x, "query", query)
     heads, head_dim = query.shape[1:]
     if head_dim % 8 or not 8 <= head_dim <= _MAX_HEAD_DIM:
@@ -362,9 +362,9 @@ def _backward_cuda(
     seqused_k: Tensor | None, sinks: Tensor | None, max_q: int, max_k: int, precision: str, window_left: int,
     window_right: int, softcap: float, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Compute the gradients by FlashAttention in PyTorch, which recomputes the forward pass (see ``ops.backward``).
+    """Compute the gradients by FlashAttention in PyTorch, without softcap.
 
-    It has no softcap.
+    The forward pass is recomputed first (see ``ops.backward``).
     """
     if softcap:
         return _backward_by_sequence(

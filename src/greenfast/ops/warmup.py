@@ -26,7 +26,7 @@ from greenfast.spec.arch import Target
 from greenfast.spec.errors import MachineError, UsageError, unknown
 from greenfast.spec.kernel import KernelSource
 
-#: The pairs of these lengths need every kernel that any lengths need; a test compares the two.
+#: Pairs of them need every kernel that any lengths need; a test proves it.
 LENGTHS = (128, 512, 1024, 4096, 16384, 32768)
 #: These numbers of heads over all batches need every kernel of a length; the choice depends on the occupancy.
 _HEADS = tuple(2**n for n in range(12))

@@ -390,8 +390,8 @@ def _find_uneven_sharding(placed: dict[str, DTensor], dim: int, enable_gqa: bool
                 return (
                     f"{name}: a DTensor of {sizes[name]} heads, sharded so that some rank has the query heads "
                     f"{_format_range(heads)} and the heads {_format_range(kv_heads)} of {name}, where {share} query "
-                    f"heads share one ({shown}). Use as many ranks as divide the {sizes[name]} heads, or replicate "
-                    "those of key and value with redistribute()"
+                    f"heads share one ({shown}). Use as many ranks as divide the {sizes[name]} heads, or replicate key "
+                    "and value with redistribute()"
                 )
     return ""
 

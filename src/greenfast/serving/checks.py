@@ -225,7 +225,7 @@ def check_attention(
         raise ValueError(f"{_DISPLAY_NAMES['seqused_k']}: its shape is {tuple(seqused_k.shape)}; (batch,) is needed")
     batch = seqused_k.shape[0]
     _check_shape(
-        "cu_seqlens_q", cu_seqlens_q, ((batch + 1,), f"batch + 1, batch being that of {_DISPLAY_NAMES['seqused_k']}")
+        "cu_seqlens_q", cu_seqlens_q, ((batch + 1,), f"batch + 1; batch: length of {_DISPLAY_NAMES['seqused_k']}")
     )
     if block_table.dim() != 2 or not require(block_table.shape[0] == batch):
         shape = tuple(block_table.shape)

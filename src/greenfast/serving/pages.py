@@ -97,7 +97,7 @@ def compute_token_slots(
     starts: Tensor, before: Tensor | None, block_table: Tensor | None, counted_from: Tensor | None, tokens: Any,
     max_pages: Any, page_size: int,
 ) -> Slots:  # fmt: skip
-    """Compute the slots of ``tokens`` new tokens. Those of sequence b begin at starts[b] and follow ``before[b]`` keys.
+    """Compute the slots of ``tokens`` new tokens. Sequence b's begin at starts[b] and follow ``before[b]`` keys.
 
     starts: int32 (batch + 1,). before: int32 (batch,), None for none. block_table: int32 (batch, any). Without it a
     table of max_pages columns is made: sequence b begins at page starts[b] // page_size + b. counted_from: int32

@@ -14,8 +14,8 @@ MOST = 256 << 20
 def read_file(path: Path, most: int = MOST) -> bytes:
     """Read a regular file.
 
-    Raises OSError with the reason in ``strerror`` for an unreadable or too large file, and for a pipe or a device,
-    which may block or never end. Raises ValueError for an invalid path.
+    Raises OSError with the reason in ``strerror`` for an unreadable or too large file, and for a pipe or a device: they
+    may block or never end. Raises ValueError for an invalid path.
     """
     if not stat.S_ISREG(os.stat(path).st_mode) and not path.is_dir():
         raise OSError(errno.EINVAL, "no regular file")

@@ -250,7 +250,7 @@ class TorchConstant:
 class TensorOperation:
     """An operation of PyTorch that a function runs before a launch, or after its last launch.
 
-    name: such as "aten.add.Tensor". args, kwargs: TensorView, TorchConstant, numbers, texts, None, and lists of these.
+    name: such as "aten.add.Tensor". args, kwargs: TensorView, TorchConstant, numbers, texts, None, or lists of them.
     writes: the arguments that it writes to. is_out: whether it writes them without reading them. results: the places of
     its new tensors.
     """
@@ -314,7 +314,7 @@ def render_program(
 ) -> Program:
     """Return a family's program for a shape: its ``program``, or the single launch of its ``kernel``.
 
-    Raises the errors of these functions.
+    Raises the errors of ``program``, or of ``kernel`` and ``launch``.
     """
     several = getattr(family, "program", None)
     if several is not None:

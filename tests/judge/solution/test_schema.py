@@ -148,7 +148,7 @@ def test_a_mistake_in_the_config_is_named(tmp_path: Path, changes: dict[str, Any
         ({"launches": launch(grid=["N - N"])}, "launches[0].grid[0]: 0; from 1 to 2147483647"),
         ({"launches": launch(shared=2**40)}, "launches[0].shared: 1099511627776 bytes"),
         ({"launches": launch(args=["int32(N ** 8)"])}, "launches[0].args[0]: int32(N ** 8) is 10000000000000000"),
-        ({"launches": launch(args=["float16(N * 1000)"])}, "float16(N * 1000) is 100000, which does not fit float16"),
+        ({"launches": launch(args=["float16(N * 1000)"])}, "float16(N * 1000) is 100000: out of range for float16"),
         ({"launches": launch(args=["int33(N)"])}, "launches[0].args[0]: unknown type 'int33'; allowed: bool, float16"),
         ({"launches": launch(args=["x y"])}, "neither a buffer's name nor a typed scalar such as int32(R)"),
         ({"launches": launch(args=["float32(x)"])}, "x is not known; known are N, T"),

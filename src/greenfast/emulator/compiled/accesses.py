@@ -174,7 +174,7 @@ class MemoryCode:
             inside = c.b.icmp_unsigned("<=", offset, c.entry.sub(c.slot(GLOBAL_SIZE), I64(size)))
         else:
             limit, start = (SHARED_LIMIT, SHARED_START) if arena == "shared" else (LOCAL_LIMIT, LOCAL_START)
-            # An element that begins below the limit ends in the padding at most, which nothing has written.
+            # An element that begins below the limit may end in the padding. The padding is never written.
             inside = c.b.icmp_unsigned("<", address, c.slot(limit))
             offset = c.b.add(address, c.per_thread(start))
         if size > 1:

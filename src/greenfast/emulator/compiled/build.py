@@ -185,7 +185,7 @@ def _describe_host() -> tuple[Any, str, str]:
 
 
 def _create_machine(effort: int) -> Any:
-    """Return a description of this machine for one engine, which owns it; effort: 0 to 3, as of a compiler's -O."""
+    """Return LLVM's description of this machine, for one engine to own; effort: 0 to 3, like a compiler's -O."""
     target, cpu, features = _describe_host()
     return target.create_target_machine(cpu=cpu, features=features, opt=effort, jit=True)
 

@@ -20,7 +20,7 @@ from greenfast.emulator.machine.state import ResidentBlocks
 ) = range(28)  # fmt: skip
 #: Flags of an allocation: the launch has read it without a record, its reads are recorded, a kernel may only read it.
 READ, TRACKED, INPUT = 1, 2, 4
-#: The status of a call: done, to be interpreted, or this plus the number of an allocation whose reads must be recorded.
+#: The status of a call: done, to be interpreted, or this plus an allocation's number: its reads must be recorded.
 DONE, INTERPRET, FIRST_OWNER = 0, 1, 2
 #: The bytes to which the table of owners has an entry.
 OWNER_SHIFT = 9
@@ -45,7 +45,7 @@ class CallContext:
             self._describe_memory(self.races)
 
     def _set(self, slot: int, array: Any) -> None:
-        """Set a slot to the address of an array, which the machine holds."""
+        """Set a slot to the address of an array. The machine must keep the array alive."""
         self.slots[slot] = array.ctypes.data
 
     def _describe_memory(self, races: EpochRaces) -> None:

@@ -279,7 +279,7 @@ class Builder:
         self.block.lines.append("ret void" if value is None else f"ret {value.type.name} {value.text}")
 
     def intrinsic(self, name: str, *arguments: Value) -> Value:
-        """Emit a call of an intrinsic of LLVM on values of one type, which its result has too."""
+        """Emit a call of an intrinsic of LLVM. All arguments and the result have one type."""
         kind = arguments[0].type
         full = f"llvm.{name}.{ ({16: 'f16', 32: 'f32', 64: 'f64'}[kind.width] if kind.is_float else kind.name) }"
         return self.call(full, kind, *arguments)

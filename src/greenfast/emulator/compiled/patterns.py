@@ -10,7 +10,7 @@ from greenfast.emulator.machine.blocks import WARP
 
 #: The offset of a thread that takes no part.
 NO_THREAD = -1
-#: Slots of a pattern: its lowest and highest address; what stands for a thread that takes no part.
+#: Slots of a pattern: its lowest and highest address; the mark of a thread that takes no part.
 _LEAST, _MOST, _FAR = WARP + 3, WARP + 4, -(1 << 62)
 
 
@@ -116,7 +116,7 @@ class _Counter:
                 b.store(b.add(b.load(I64, self.first), b.select(known, I64(0), I64(1))), self.first)
 
     def _find_before(self, start: Value, n: Value, key: Callable[[Value], Value]) -> Value:
-        """Return whether an index from ``start`` to n - 1 has the key of n, which no thread without a part has."""
+        """Return whether an index from ``start`` to n - 1 has the key of n. Keys of threads without a part differ."""
         b = self.b
         b.store(I1(0), self.seen)
         own = key(n)

@@ -1,10 +1,10 @@
 """Stretches of instructions without branches that run as machine code once they have run often.
 
-Instructions on registers are compiled in every program. Loads and stores are compiled in programs whose warps run in
+Instructions on registers are compiled in every program. Loads and stores are compiled if the program's warps run in
 lockstep (lockstep.py), and only as accesses without a fault or race: any other ends the run by RestartCompiled, and the
 next run decides.
 
-The threads of a stretch run one after the other, each through all of its instructions, which changes no result: two
+Each thread of a stretch runs through all instructions before the next thread begins. This order changes no result: two
 accesses of different threads to one place are reported unless both are reads.
 
 Without llvmlite (greenfast[compiled]) all instructions are interpreted.

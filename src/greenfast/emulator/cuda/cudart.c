@@ -36,7 +36,7 @@ static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static int channel = -1;
 static char *alias;  // device memory, accessible
 static __thread cudaError_t last_error;
-static cudaError_t sticky;  // an error of a kernel, which stays
+static cudaError_t sticky;  // an error of a kernel: every later call returns it
 static uint64_t next_handle = 0x1000;
 static void (*handler)(const Request *, const void *, Reply *, const char **);
 

@@ -95,7 +95,7 @@ def compile_program(
 
 def _make_refusal(program: Path, used: str, library: str) -> UnsupportedError:
     return UnsupportedError(
-        f"{program}: uses {LIBRARIES[library.lower()]} ({used}), which is not emulated: its kernels have no PTX; "
+        f"{program}: uses {LIBRARIES[library.lower()]} ({used}). Its kernels have no PTX, so they cannot be emulated; "
         "replace its calls by kernels of your own"
     )
 
@@ -121,7 +121,7 @@ def check_program(program: Path) -> None:
     if version is not None and version[0][:-1].decode() not in {path.name for path in build_library().iterdir()}:
         raise UsageError(
             f"{program}: needs {version[0][:-1].decode()}, and the installed headers are of another version; "
-            "compile it with the toolkit of these headers (CUDA 13)"
+            "compile it with their toolkit (CUDA 13)"
         )
 
 

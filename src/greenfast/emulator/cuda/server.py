@@ -135,7 +135,7 @@ class Runtime:
         made = LoadedModule()
         self.modules.append(made)
         if values[0] == _RELOCATABLE:
-            made.refusal = "relocatable device code, which needs a linker (compile without -rdc=true or -dc)"
+            made.refusal = "relocatable device code needs a linker (compile without -rdc=true or -dc)"
             return 0, (len(self.modules) - 1,), b""
         try:
             made.ptx = choose_ptx(read_ptx(payload), self.limit)
@@ -310,7 +310,7 @@ class Server(Runtime):
         made.symbols = {name: FUNCTION_BASE + 16 * n for n, name in enumerate(module.functions)}
         held = [v for v in module.variables.values() if v.space in ("global", "const") and v.size]
         for v in held:
-            # Host code may access managed variables, which PTX does not mark for us: their pages are opened by name.
+            # Host code may access managed variables. PTX does not mark them, so their pages are opened by name.
             a = self.memory.allocate(v.size, DEVICE, name=f"variable {demangle(v.name)} of module {len(self.modules)}")
             if a is None:
                 raise CallError(_OUT_OF_MEMORY)
@@ -354,13 +354,11 @@ class Server(Runtime):
         a = self.memory.find(address)
         if a is None or a.start != address - self.memory.base:
             where = self.memory.describe(address - self.memory.base)
-            self._report(
-                "invalid-free", f"cudaFree of {address:#x}, which is not the begin of an allocation: {where}", caller
-            )
+            self._report("invalid-free", f"cudaFree of {address:#x}, not the begin of an allocation: {where}", caller)
             raise CallError(_INVALID_VALUE)
         if (a.kind == 1) != (kind == 1):
             wrong, right = ("cudaFreeHost", "cudaFree") if kind == 1 else ("cudaFree", "cudaFreeHost")
-            self._report("invalid-free", f"{wrong} of memory from {MAKERS[a.kind]}, which {right} frees", caller)
+            self._report("invalid-free", f"{wrong} of memory from {MAKERS[a.kind]}; use {right}", caller)
             raise CallError(_INVALID_VALUE)
         self.memory.free(a)
 
@@ -389,13 +387,13 @@ class Server(Runtime):
             unwritten = sum(int((state[row : row + width] == UNWRITTEN).sum()) for row in origin)
             if unwritten:
                 where = self.memory.describe(origin[0])
-                text = f"{name} to the host, of which nothing has written {unwritten} bytes: from {where}"
+                text = f"{name} to the host of {unwritten} bytes that nothing has written: from {where}"
                 self._report("uninitialized-copy", text, caller, NOTE)
 
     def _fill(self, values: list[int], payload: bytes) -> None:
         address, pitch, plane, value, width, height, planes, caller = values[:8]
         if not self._is_inside(address):
-            self._report("invalid-copy", f"cudaMemset of {address:#x}, which is no device memory", caller)
+            self._report("invalid-copy", f"cudaMemset of {address:#x}, not device memory", caller)
             raise CallError(_INVALID_VALUE)
         for row in self._rows(address, pitch, plane, width, height, planes, "cudaMemset of", caller):
             self.memory.data[row : row + width] = value

@@ -216,7 +216,7 @@ def _load_param(i: Instruction) -> Operation:
     def run(m: ResidentBlocks, lanes: ThreadSet) -> None:
         data = m.params.get(name)
         if data is None:
-            raise m.limit("read of a tensor map, whose bytes the emulator does not know", int(lane_indices(lanes)[0]))
+            raise m.limit("read of the bytes of a tensor map: they are not modelled", int(lane_indices(lanes)[0]))
         for n, w in enumerate(write):
             start = offset + n * dtype.itemsize
             if not 0 <= start <= len(data) - dtype.itemsize:
@@ -395,17 +395,17 @@ def _deliver_all(m: ResidentBlocks, lanes: ThreadSet) -> None:
 
 
 def deliver(m: ResidentBlocks, lanes: ThreadSet, pending: int) -> None:
-    """Complete the copies of these threads in all groups except the newest ``pending`` ones."""
+    """Complete the threads' copies in all groups except the newest ``pending`` ones."""
     land(m, lanes, lambda copy: copy.groups < m.copy_groups[copy.lanes] - pending)
 
 
-def land(m: ResidentBlocks, lanes: ThreadSet, which: Callable[[Copy], Any]) -> None:
-    """Complete the copies of these threads that ``which`` selects."""
+def land(m: ResidentBlocks, lanes: ThreadSet, selected: Callable[[Copy], Any]) -> None:
+    """Complete the threads' copies that ``selected`` selects."""
     waiting = np.zeros(m.lanes, bool)
     waiting[lanes] = True
     in_flight = []
     for copy in m.copies:
-        done = waiting[copy.lanes] & which(copy)
+        done = waiting[copy.lanes] & selected(copy)
         if done.any():
             m.shared.place(copy.offsets[done], copy.values[done])
             m.races.record_finished(copy.offsets[done], copy.values.shape[1], copy.lanes[done], True, copy.instruction)

@@ -94,7 +94,7 @@ class NamedBarriers:
             self._release(begun[self._complete(begun)])
 
     def _complete(self, keys: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Return which of these barriers have all arrivals."""
+        """Return a mask of the barriers that have all arrivals."""
         m = self.m
         full: NDArray[np.bool_] = self.arrived[keys] == self.expected[keys]
         if full.all() or not m.ended.any():
@@ -128,7 +128,7 @@ class NamedBarriers:
         self.released.append(go)
 
     def _require_aligned(self, lanes: NDArray[np.intp]) -> None:
-        """Report threads of a warp that waited at different instructions, unless all of these may diverge."""
+        """Report threads of a warp that waited at different instructions, unless every instruction may diverge."""
         index = self.pcs[lanes]
         if not len(index) or (index == index[0]).all():
             return
@@ -164,7 +164,7 @@ class NamedBarriers:
         return result
 
     def waits(self, lanes: NDArray[np.intp]) -> dict[int, int]:
-        """Return the number of these threads that wait, by instruction."""
+        """Return the number of waiting threads by instruction."""
         index, count = np.unique(self.pcs[lanes[self.waiting[lanes] != _NOT_WAITING]], return_counts=True)
         return dict(zip(index.tolist(), count.tolist(), strict=True))
 

@@ -1,4 +1,4 @@
-"""Addresses of bulk copies, with and without a tensor map, and checks of these addresses."""
+"""Addresses of bulk copies, with and without a tensor map, and their checks."""
 
 from __future__ import annotations
 

@@ -25,8 +25,8 @@ _BITS = np.uint32(1) << np.arange(WARP, dtype=np.uint32)
 class SyncGroup:
     """The warps that an instruction needs together, and the threads of each warp (None: all).
 
-    key: threads at instructions with one key run together; empty: only threads at the same instruction. aligned: an
-    instruction on matrices, which all threads of a warp execute together.
+    key: threads at instructions with one key run together; empty: only threads at the same instruction. aligned: all
+    threads of a warp execute the instruction together, as for matrices.
     """
 
     def __init__(self, warps: int, mask: Reader | None, key: str = "", aligned: bool = False) -> None:
@@ -137,7 +137,7 @@ class SyncGroups:
         return np.flatnonzero(arrived & chosen)
 
     def waits(self, lanes: NDArray[np.intp]) -> dict[int, tuple[int, str]]:
-        """Return, by instruction, how many of these threads wait there and the other threads that they wait for."""
+        """Return, by instruction, how many threads wait there and the other threads that they wait for."""
         result: dict[int, tuple[int, str]] = {}
         for arrived in self.arrived.values():
             here = lanes[arrived[lanes]]

@@ -152,7 +152,7 @@ def _with_nan(result: Values, x: Values, a: Values, i: Instruction, to: str, sou
 
     As seen on H100, 2026-11-21: to and from float64 a NaN keeps its sign and as much payload as fits, and becomes quiet
     (F2F). .ftz on a float32 is a multiplication with a canonical NaN before the conversion. cvt.rna to TF32 is integer
-    arithmetic in SASS, which truncates a NaN to the bits of TF32; .satfinite subtracts one from them, as for infinity.
+    arithmetic in SASS and truncates a NaN to the bits of TF32; .satfinite subtracts one from them, as for infinity.
     """
     bits, unsigned = 8 * result.dtype.itemsize, np.dtype(f"u{result.dtype.itemsize}")
     if to == "tf32" and "rna" in i.parts:

@@ -21,13 +21,13 @@ from greenfast.spec.kernel import MAP_ALIGNMENT, MAP_BYTES
 _SIZES = {0: 1, 1: 2, 2: 4, 3: 4, 4: 8, 5: 8, 6: 2, 7: 4, 9: 8, 10: 2, 11: 4}
 #: The width of a swizzle by the number of its mode.
 _SWIZZLES = {0: 0, 1: 32, 2: 64, 3: 128}
-#: Only the first value of these modes is emulated: no interleaving, zeros outside of the tensor, swizzles of 16 bytes.
+#: Modes with value 0 only: no interleaving, zeros outside of the tensor, swizzles of 16 bytes.
 _ZERO = ("interleave_layout", "fill_mode", "swizzle_atomicity")
 _MOST_DIMENSIONS = 5
 
 
 def _replace_field(i: Instruction) -> Operation:
-    """Build tensormap.replace, which writes one field of the 128 bytes of a map."""
+    """Build tensormap.replace: it writes one field of the 128 bytes of a map."""
     field = i.parts[2]
     space = next((p.split(":")[0] for p in i.parts if p.split(":")[0] in ("global", "shared")), "generic")
     value = i.operands[-1]

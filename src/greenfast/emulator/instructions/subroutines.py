@@ -35,7 +35,7 @@ def _places(m: ResidentBlocks, name: str, size: int, lanes: NDArray[np.intp]) ->
 
 
 def build(i: Instruction, function: Function) -> Operation | None:
-    """Return the operation of one of the instructions above; None for jumps, which the scheduler executes."""
+    """Return the operation of one of the instructions above. The scheduler executes jumps: None."""
     if i.name in JUMPS:
         return None
     if i.name == COPY:

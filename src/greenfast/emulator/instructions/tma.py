@@ -228,16 +228,16 @@ def _wait(i: Instruction) -> Operation:
         waiting[lanes] = True
         covered = [waiting[s.lanes] & (s.groups < m.bulk_groups[s.lanes] - allowed.bits) for s in m.stores]
         first = np.zeros(m.lanes, np.bool_)
-        for s, which in zip(m.stores, covered, strict=True):
-            first[s.lanes[which & (s.reading | ~s.landed)]] = True
+        for s, selected in zip(m.stores, covered, strict=True):
+            first[s.lanes[selected & (s.reading | ~s.landed)]] = True
         first &= ~m.has_yielded
         stay = indices[first[indices]]
         if len(stay):
             m.has_yielded[stay] = True
             m.events += 1
             waiting[stay] = False
-        for s, which in zip(m.stores, covered, strict=True):
-            now = which & waiting[s.lanes]
+        for s, selected in zip(m.stores, covered, strict=True):
+            now = selected & waiting[s.lanes]
             reading = now & s.reading
             if reading.any():
                 owners = np.broadcast_to(s.lanes[reading][:, None], s.chunks[reading].shape).ravel()

@@ -23,8 +23,8 @@ _LANE = np.arange(WARP)
 _BIT = np.uint32(1) << _LANE.astype(np.uint32)
 _FULL = np.uint32(0xFFFFFFFF)
 
-#: Result of a shuffle from a thread that takes no part, which the PTX ISA leaves open, with even and odd seeds. The
-#: first is NaN as a float.
+#: Result of a shuffle from a thread that takes no part, with even and odd seeds. The PTX ISA leaves it open. The first
+#: is NaN as a float.
 _NOBODY = (np.uint32(0xFFFFFFFF), np.uint32(0))
 
 

@@ -3,9 +3,9 @@
 Facts: PTX ISA, "Asynchronous Warpgroup Level Matrix Instructions".
 
 A product is computed at its issue, exactly and with float32 sums; with float16 accumulators, each instruction rounds
-its sums once. The hardware adds 8-bit products with fewer bits (about 14 of significand), which is not modelled. Until
-a wgmma.wait_group covers the product, its accumulators must not be read or written, its A registers not written, and
-its shared-memory operands not overwritten.
+its sums once. The hardware adds 8-bit products with fewer bits (about 14 of significand); this is not modelled. Until a
+wgmma.wait_group covers the product, its accumulators must not be read or written, its A registers not written, and its
+shared-memory operands not overwritten.
 """
 
 from __future__ import annotations

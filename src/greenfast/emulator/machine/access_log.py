@@ -122,7 +122,7 @@ class GlobalRecord:
         self.atomics: dict[int, Numbers] = {}  # those that changed something
         #: Atomic, volatile, relaxed, acquire and release accesses, by scope and whether they write; only if ``scoped``.
         self.strong: dict[tuple[int, bool], dict[int, Numbers]] = {}
-        #: True if some of these accesses have block or cluster scope.
+        #: True if some of the accesses have block or cluster scope.
         self.scoped = scoped
         self.dirty: set[int] = set()  # allocations that the launch has written
         self.read: set[int] = set()  # and such that it has read with no record

@@ -1,4 +1,4 @@
-"""The blocks that run together: their threads, memory and position in the grid; and the faults of these threads.
+"""The blocks that run together: their threads, memory, position in the grid, and faults.
 
 Threads are ordered [warp of its block][block][lane], so that one warp index over all blocks is a slice.
 """

@@ -19,9 +19,9 @@ class Surroundings:
     ticks: for each clock register, its initial value and its increment per executed instruction. multiprocessors: the
     value of %nsmid. turned: place blocks on other multiprocessors and warps in other slots. grid: %gridid of the first
     run. memory: offset in bytes of all allocations from their default addresses. forced: a launch and a comparison in
-    it; the first result of each thread there is inverted. is_possible: whether a GPU can show all of these values at
-    once. A forced comparison of address bits may be impossible on a GPU; then only out-of-bounds accesses count. name:
-    for messages.
+    it; the first result of each thread there is inverted. is_possible: whether a GPU can show all values at once. A
+    forced comparison of address bits may be impossible on a GPU; then only out-of-bounds accesses count. name: for
+    messages.
     """
 
     name: str = ""
@@ -45,7 +45,7 @@ class Surroundings:
         return count - 2 - location if self.turned else location + 1
 
     def place_warps(self, slot: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return %warpid for warps whose default slots are given."""
+        """Return %warpid of warps, from their default slots."""
         return WARPS - 1 - slot if self.turned else slot
 
 

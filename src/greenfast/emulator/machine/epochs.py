@@ -112,7 +112,7 @@ class EpochRaces(Races):
         #: Per thread: the tag of its next access, and the lowest tags that its block and its warp may not be ordered
         #: after.
         self._next, self._block_floor, self._warp_floor = np.zeros((3, machine.lanes), np.uint64)
-        #: The current epoch; per block, the first one after its last barrier; the lowest of these.
+        #: The current epoch; the first epoch of each block after its last barrier; the lowest of all blocks.
         self.epoch, self._since, self.least = 0, np.zeros(len(machine.blocks), np.int64), 0
         self._begin_epoch()
         self._block_floor[:] = self._warp_floor[:] = blocks

@@ -28,7 +28,7 @@ class KernelFaultError(GreenfastError):
     """A fault of the kernel. The message names kernel, source line, block and thread.
 
     printed: the output of the kernel up to the fault. unwritten: True for a read of uninitialised shared, local or
-    output memory, which is harmless if its value is unused. read: for a data race between a load and a store, the load;
+    output memory. It is harmless if its value is unused. read: for a data race between a load and a store, the load;
     its value may be unused as well. level: ERROR or FORMAL. reason: the message without kernel, line and thread.
     location: the source location. observer: what recorded the run before the fault, if anything did.
     """

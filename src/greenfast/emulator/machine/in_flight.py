@@ -53,10 +53,10 @@ class BulkStore:
         self.reading = np.ones(len(self.lanes), np.bool_)
         self.landed = np.zeros(len(self.lanes), np.bool_)
 
-    def release(self, shared: Arena, which: NDArray[np.bool_]) -> None:
+    def release(self, shared: Arena, selected: NDArray[np.bool_]) -> None:
         """Mark the sources of the copies as read."""
-        release(shared, self.chunks[which & self.reading])
-        self.reading &= ~which
+        release(shared, self.chunks[selected & self.reading])
+        self.reading &= ~selected
 
     def settle(self, memory: Arena, offsets: NDArray[np.int64], values: NDArray[np.uint8]) -> None:
         """Write the chunks that another store of the same chunk size also writes with equal values."""
@@ -68,9 +68,9 @@ class BulkStore:
             memory.data.reshape(-1, size)[common // size] = values[other]
             memory.state.reshape(-1, size)[common // size] = WRITTEN
 
-    def land(self, memory: Arena, which: NDArray[np.bool_]) -> None:
+    def land(self, memory: Arena, selected: NDArray[np.bool_]) -> None:
         """Write the data of the copies."""
-        now = which & ~self.landed
+        now = selected & ~self.landed
         present = (self.offsets >= 0) & now[:, None]
         size = self.values.shape[2]
         rows = self.offsets[present] // size
@@ -126,7 +126,7 @@ class MatrixReads:
 
 @dataclass
 class ProductWaits:
-    """The waits for one wgmma; numbers: (4, blocks) that of each warp's wait among the accesses, 0 for none."""
+    """The waits for one wgmma; numbers: (4, blocks), the access number of each warp's wait, 0 for none."""
 
     instruction: Instruction
     blocks: NDArray[np.intp]

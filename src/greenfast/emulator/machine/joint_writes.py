@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 Numbers = NDArray[np.int64]
 
-#: The name under which a launch restarts with a record of these stores (Program.tracked).
+#: The name under which a launch restarts to record such stores (Program.tracked).
 JOINT_WRITES = "stores of several values to one place of shared memory"
 
 

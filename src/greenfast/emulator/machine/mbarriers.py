@@ -69,10 +69,10 @@ class Mbarriers:
         _first(np.abs(self.bytes[rows]) > MOST_BYTES, f"more than {MOST_BYTES} bytes of transactions pending")
         self._settle(rows)
 
-    def show(self, which: NDArray[np.int64], blocks: int) -> None:
+    def show(self, indices: NDArray[np.int64], blocks: int) -> None:
         """Make the mbarriers of some blocks (by number, out of ``blocks``) visible to bulk copies."""
         if self._hidden:
-            self.visible.reshape(blocks, -1)[which] = True
+            self.visible.reshape(blocks, -1)[indices] = True
             self._hidden = not self.visible[self.live].all()
 
     def state(self, rows: Rows) -> NDArray[np.uint64]:
@@ -86,17 +86,17 @@ class Mbarriers:
 
     def arrive(self, rows: Rows, counts: NDArray[np.int64], drop: bool = False) -> None:
         """Count arrivals; ``drop``: also reduce the expected arrivals of later phases."""
-        which, inverse = np.unique(rows, return_inverse=True)
-        left = np.bincount(inverse, weights=counts, minlength=len(which)).astype(np.int64)
+        unique, inverse = np.unique(rows, return_inverse=True)
+        left = np.bincount(inverse, weights=counts, minlength=len(unique)).astype(np.int64)
         if drop:
-            self.expected[which] -= left
+            self.expected[unique] -= left
         while left.any():
-            taken = np.minimum(left, self.pending[which])
+            taken = np.minimum(left, self.pending[unique])
             over = (left > 0) & (taken == 0)
             _first(over[inverse], "more arrivals than the phase expects, while it waits for bytes of transactions")
-            self.pending[which] -= taken
+            self.pending[unique] -= taken
             left -= taken
-            self._settle(which)
+            self._settle(unique)
         self.changes += 1
 
     def _settle(self, rows: Rows) -> None:

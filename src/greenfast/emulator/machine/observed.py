@@ -110,7 +110,7 @@ class WarpStep(msgspec.Struct, frozen=True, kw_only=True):
 class Observed(msgspec.Struct, frozen=True, kw_only=True):
     """The observations of a run, in the first order of its warps. A fault ends them.
 
-    omitted: steps beyond MAX_STEPS, which are not in ``watched`` and ``trace``.
+    omitted: the number of steps beyond MAX_STEPS, missing in ``watched`` and ``trace``.
     """
 
     lines: list[LineCounts]

@@ -2,7 +2,7 @@
 
 A warp runs until it waits or ends. A loop with reads of memory that others may write (atomics, volatile and acquire
 loads) yields after each iteration, other loops after many iterations. A round of all warps is quiet if no memory,
-barrier or thread changed. The blocks are deadlocked if the registers also equal those of an earlier quiet round with no
+barrier or thread changed. The blocks are deadlocked if the registers, too, are as in an earlier quiet round, with no
 change in between.
 """
 

@@ -161,7 +161,7 @@ class Races:
             self.warp_sync.join(threads, known)
 
     def complete_phases(self, rows: Numbers) -> None:
-        """Record warps that may still wait for the previous phase when a phase of these mbarriers completes.
+        """Record warps that may still wait for the previous phase when a phase of the mbarriers completes.
 
         Such a warp does not contribute to the completion, so it may lag by two phases. Its parity then never comes, or
         belongs to another phase.
@@ -492,7 +492,7 @@ class Races:
     def _is_unordered(
         self, rows: Numbers, elements: Numbers, size: int, numbers: Numbers, others: Numbers
     ) -> NDArray[np.bool_]:
-        """Return which of these accesses to shared memory are not ordered before the current one."""
+        """Return a mask of the accesses to shared memory that are not ordered before the current one."""
         blocks = rows[elements] * size // self.m.shared_stride
         bad: NDArray[np.bool_] = numbers > self.ordering.warps[blocks, self.warp, self.record.accesses.warps[numbers]]
         if not self.warp_sync.is_single_block:
@@ -611,8 +611,8 @@ class Races:
     ) -> Numbers:
         """Report accesses that are not ordered after one of another warp or block.
 
-        scope: how many blocks next to each other may meet; 0: only those of one warp. Return the elements that leave
-        the value of an unordered write of as many bytes.
+        scope: accesses of blocks in one group of so many neighbours are exempt; 0: only accesses of one warp are. With
+        ``values``, return the elements that rewrite the value of an unordered access.
         """
         m, record, silent = self.m, self.record, _NONE
         compares = values is not None or access in ("read", "atomic access")  # no asynchronous copy

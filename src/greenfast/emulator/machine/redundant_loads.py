@@ -55,7 +55,7 @@ class RedundantLoads:
             self._owners = np.where(written[index] == self._places, writers[index], self._owners)
 
     def contains(self, i: Instruction) -> bool:
-        """Return whether an instruction is one of these loads."""
+        """Return whether an instruction is a redundant load."""
         return any(i is load for load in self._loads)
 
     def begin(self, launch: int, machine: BlockState) -> None:

@@ -49,7 +49,7 @@ class StaleReads:
                 self._writes[space, offset] = _Write(number, lane, old.copy())
 
     def read(self, space: str, offsets: Numbers, values: Bytes, lanes: ThreadSet, newest: bool = False) -> Bytes:
-        """Return the values read, (threads, size); newest: an atomic operation, which acts on the last value."""
+        """Return the values read, (threads, size); newest: an atomic operation, so the last value written."""
         if not self._writes:
             return values
         result, blocks = values, self.m.block_of

@@ -89,7 +89,7 @@ class ResidentBlocks(BlockState):
         self.waiting_mbarrier = np.full(self.lanes, -1, np.int64)
         self.cluster_arrivals = np.zeros(self.lanes, np.int64)
         self.cluster_waits = np.zeros(self.lanes, np.int64)
-        #: Threads with a relaxed last arrival at the cluster barrier, which orders nothing.
+        #: Threads with a relaxed last arrival at the cluster barrier; it orders nothing.
         self.cluster_relaxed = np.zeros(self.lanes, np.bool_)
         #: Per cluster: the number of completed cluster barriers, and the last access before the latest one.
         self.cluster_phases, self.cluster_met_at = np.zeros(
@@ -233,7 +233,7 @@ class ResidentBlocks(BlockState):
     def register(self, name: str) -> Values:
         """Return the values of a register for all threads, as unsigned integers of its width (bool for a predicate).
 
-        An unset register holds -1, which is also NaN: a zero would hide the use of an unset value in a sum. With odd
+        An unset register holds -1, a NaN as a float: a zero would hide the use of an unset value in a sum. With odd
         seeds it holds 0, so that results that depend on it differ between orders.
         """
         values = self.registers.get(name)
@@ -251,7 +251,7 @@ class ResidentBlocks(BlockState):
         return np.bool_ if kind == "pred" else _BITS[kind.lstrip("busf")]
 
     def clock(self, register: str, instruction: Instruction, lanes: ThreadSet) -> Values:
-        """Return the clock of these threads: the number of executed instructions, monotonic and repeatable.
+        """Return the threads' clock: the number of executed instructions, monotonic and repeatable.
 
         While phases are counted, return the bits of PhaseCounts.
         """

@@ -191,9 +191,9 @@ class _Inliner:
         index = self.operand(i.operands[0], function, names)
         beyond = self.skip(i, guard)
         for n, label in enumerate(labels):
-            which = self.predicate()
-            self.emit(_compare(i, "eq", "u32", which, index, Immediate(n)))
-            self.emit(_bra(i, label + names.suffix, (which, False)))
+            matches = self.predicate()
+            self.emit(_compare(i, "eq", "u32", matches, index, Immediate(n)))
+            self.emit(_bra(i, label + names.suffix, (matches, False)))
         self.emit(replace(i, name="trap", parts=(), operands=(), guard=None))
         self.mark_new(beyond)
 

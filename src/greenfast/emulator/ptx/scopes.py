@@ -10,7 +10,7 @@ from greenfast.emulator.ptx.syntax import Function, Module
 from greenfast.spec.errors import UsageError
 
 _REGISTER = re.compile(r"([%_$]?[\w$]+)\s*(?:<\s*(\d+)\s*>)?")
-#: The elements of a vector register; those of a color are other names for them.
+#: The elements of a vector register, and other names for them (r, g, b, a).
 ELEMENTS, _COLORS = "xyzw", "rgba"
 
 
@@ -84,7 +84,7 @@ class Scope:
         self.function.labels[name + self.suffix] = len(self.function.code)
 
     def close(self) -> None:
-        """Resolve the branches of this block to its own labels, which may follow the branches."""
+        """Resolve the branches of this block to its own labels. A label may follow its branch."""
         if not self.suffix or not self.labels:
             return
         code = self.function.code

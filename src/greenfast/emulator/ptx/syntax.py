@@ -146,7 +146,7 @@ class Variable:
     space: global, const, shared, local, param, or reg for a parameter of a function in a register. type: type of an
     element.
 
-    data: the initial value before ``relocations`` are applied. element: bytes of an element, which may be a vector.
+    data: the initial value before ``relocations`` are applied. element: bytes of an element (a scalar or a vector).
     """
 
     name: str

@@ -136,7 +136,7 @@ class Activation:
             stack.enter_context(replace_attribute(owner, name, value))
 
     def _count_registers(self, kernel: Any) -> int:
-        """Return the registers of a thread of a kernel, which ptxas chooses. It runs only for this."""
+        """Return the registers per thread of a kernel. ptxas chooses their number, and runs only for this."""
         ptx = kernel.asm["ptx"]
         block = (32 * kernel.metadata.num_warps, 1, 1)
         source = KernelSource(kernel.name, ptx, f"{kernel.name}.ptx", (), block, kernel.metadata.shared, language="ptx")
@@ -264,7 +264,7 @@ def parse_target(target: str) -> int:
 
 
 def _without_nan(bench: Callable[..., list[float]]) -> Callable[..., list[float]]:
-    """Let a configuration that ran count as faster than one that does not fit, which has an infinite time."""
+    """Replace NaN, the time of a configuration that ran, by 0. One that does not fit has the time infinity."""
     return lambda *args, **options: [0.0 if time != time else time for time in bench(*args, **options)]
 
 

@@ -221,7 +221,7 @@ class LabelMode(TorchFunctionMode):
             return
         if device is None:
             given = {self.labels.find(t) for t in tree_iter((args, kwargs)) if _is_host(t)}
-            if None in given and _CUDA not in given:  # as of gradients, which no call made
+            if None in given and _CUDA not in given:  # such as gradients: no call made them
                 return
             device = _CUDA if _CUDA in given else _CPU
         for tensor in new:
@@ -415,7 +415,7 @@ def _empty_strided(size: Any, stride: Any, dtype: torch.dtype, device: str) -> t
 
 
 def _eager(model: Any = None, **options: Any) -> Any:
-    """torch.compile: return the function itself, which computes the same."""
+    """Return the function itself, in place of torch.compile: it computes the same."""
     return (lambda function: function) if model is None else model
 
 
@@ -448,7 +448,7 @@ class CudaTensors:
         return call
 
     def _wrap_thread_start(self, begin: Callable[[Any], None]) -> Callable[[Any], None]:
-        """Return the begin of a thread with the mode, which PyTorch keeps for each thread."""
+        """Return a begin of a thread that enters the mode. PyTorch keeps modes per thread."""
 
         def run(thread: Any) -> None:
             with self.mode:

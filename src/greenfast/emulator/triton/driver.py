@@ -359,7 +359,7 @@ def run_launch(
 ) -> tuple[GridResult, float]:
     """Run a launch on the memory of its tensors. Return its result without the outputs, and the seconds it took.
 
-    unwritten: the bytes of tensors that nothing has written, which the launch changes.
+    unwritten: the bytes of tensors that nothing has written. The launch removes those that it writes.
     Raises KernelFaultError for a fault of the kernel; the tensors are then unchanged.
     """
     start = time.perf_counter()

@@ -325,7 +325,7 @@ class ExtensionRuntime(Runtime):
 
     def _release(self, values: list[int], payload: bytes) -> None:
         if self.memory.allocated.pop(values[0], None) is None:
-            text = f"cudaFree of {values[0]:#x}, which is not the begin of an allocation"
+            text = f"cudaFree of {values[0]:#x}, not the begin of an allocation"
             self._report("invalid-free", text, values[2])
             raise CallError(_INVALID_VALUE)
 
@@ -361,7 +361,7 @@ class ExtensionRuntime(Runtime):
         address, pitch, plane, value, width, height, planes = values[:7]
         target = self._rows(address, pitch, plane, (planes, height, width))
         if target is None:
-            self._report("invalid-copy", f"cudaMemset of {address:#x}, which is no device memory", values[7])
+            self._report("invalid-copy", f"cudaMemset of {address:#x}, not device memory", values[7])
             raise CallError(_INVALID_VALUE)
         target.fill_(value)
         for variable in self.variables.values():
@@ -421,8 +421,8 @@ class Extensions:
                 symbol = re.search(r"undefined symbol: (\w+)", str(error))
                 if symbol is None:
                     raise
-                text = f"extension {name} calls {demangle(symbol[1])}, which PyTorch's CPU build lacks"
-                raise UnsupportedError(f"{text}: that is not emulated") from None
+                text = f"extension {name} calls {demangle(symbol[1])}; PyTorch's CPU build lacks it"
+                raise UnsupportedError(f"{text}, and so does the emulator") from None
         for attribute, value in vars(module).items():
             if inspect.isbuiltin(value):
                 setattr(module, attribute, _wrap(value))

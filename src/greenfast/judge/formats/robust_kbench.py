@@ -59,7 +59,7 @@ def run(*arguments):
         {call}
 '''
 _CALL_REFERENCE = "return _models[setting](*inputs)"
-#: robust-kbench compares by torch.allclose, which takes a tensor of one element for a scalar.
+#: robust-kbench compares by torch.allclose. It accepts a tensor of one element in place of a scalar.
 _CALL_SOLUTION = """result = _models[setting](*inputs, fn=_forward)
         expected = Model(**_SETTINGS[setting - 1]).to("meta")(*(torch.empty_like(x, device="meta") for x in inputs))
         return result.view(expected.shape) if result.numel() == 1 else result"""

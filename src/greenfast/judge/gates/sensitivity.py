@@ -92,7 +92,7 @@ def _count_changes(
 def fill_outputs(outputs: Mapping[str, Array]) -> Iterator[tuple[str, list[dict[str, Array]]]]:
     """Yield the name of each output, and one copy of the outputs per value of FILLS with this output filled.
 
-    An output of uint16 is filled with the bits of these values in bfloat16.
+    An output of uint16 is filled with the bits of the values in bfloat16.
     """
     for name, array in outputs.items():
         if array.size and array.dtype != np.bool_:

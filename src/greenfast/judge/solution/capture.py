@@ -124,7 +124,7 @@ def capture(
     outputs: Mapping[str, torch.Tensor],
     code: LoadedCode,
 ) -> Program:
-    """The program of ``function(*arguments)``, which returns its outputs in their order, or writes to ``outputs``.
+    """Return the program of ``function(*arguments)``. The function returns its outputs in order, or writes ``outputs``.
 
     inputs, outputs: CUDA tensors by the buffers' names; for an output only shape and dtype count where the function
     returns it. code: has watched this process since before it loaded any kernel.
@@ -456,7 +456,7 @@ def _plain(count: int, args: tuple[Packed, ...]) -> Launch:
 def _address(address: int, memory: _Memory) -> Packed:
     place = memory.place(address)
     if place is None:
-        raise UsageError(f"its graph writes to {address:#x}, which is not memory of this device")
+        raise UsageError(f"its graph writes to {address:#x}: not memory of this device")
     return Packed(bytes(8), ((0, *place),))
 
 

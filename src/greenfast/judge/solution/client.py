@@ -110,7 +110,7 @@ class SolutionProcess:
         return reply
 
     def write(self, name: str, data: bytes) -> Path:
-        """A new file in the process's folder, which the process may fill with links to elsewhere."""
+        """Write a new file in the process's folder; never through a link that the process may have put there."""
         path = self.scratch / name
         path.unlink(missing_ok=True)
         with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600), "wb") as file:

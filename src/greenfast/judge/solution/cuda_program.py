@@ -171,11 +171,11 @@ def parse_scalar(text: str, names: Mapping[str, int]) -> np.generic:
         value = evaluate_whole(typed[2], names)
         least, most = (0, 1) if dtype.kind == "b" else (np.iinfo(dtype).min, np.iinfo(dtype).max)
         if not least <= value <= most:
-            raise UsageError(f"{text} is {value}, which does not fit {dtype}")
+            raise UsageError(f"{text} is {value}: out of range for {dtype} ({least} to {most})")
     with np.errstate(over="ignore"):
         made: np.generic = dtype.type(value)
     if np.isinf(made) and not math.isinf(value):
-        raise UsageError(f"{text} is {value:g}, which does not fit {dtype}")
+        raise UsageError(f"{text} is {value:g}: out of range for {dtype}")
     return made
 
 

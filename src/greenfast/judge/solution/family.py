@@ -63,7 +63,7 @@ class _Single:
 
 
 class NoFamily(_Single):
-    """The family of a task without kernels of its own, which only judges solutions."""
+    """The family of a task without kernels of its own. The task only judges solutions."""
 
     def __init__(self, task: str) -> None:
         self._task = task

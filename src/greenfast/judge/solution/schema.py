@@ -242,7 +242,7 @@ def _parse_python_header(text: str, path: Path) -> bytes:
         raise UsageError(f"{path}: has no GREENFAST at the top level; write {example}")
     where = f"{path}: line {assignments[-1].lineno}: GREENFAST"
     if len(assignments) > 1:
-        raise UsageError(f"{where} stands twice; give it once")
+        raise UsageError(f"{where} is assigned twice; assign it once")
     try:
         config = ast.literal_eval(assignments[0].value)
         _require_distinct_keys(assignments[0].value, where)

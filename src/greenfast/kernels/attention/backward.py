@@ -61,7 +61,7 @@ class BackwardMask:
     """The keys that queries attend to: all by default.
 
     causal: query i attends to keys 0 .. i. shifts: query i attends to keys i + shifts[0] .. i + shifts[1]; not with
-    causal. lengths: only to the first keys of each sequence, whose numbers are on the device; with shifts.
+    causal. lengths: only to the first keys of each sequence; their numbers are on the device. With shifts.
     """
 
     causal: bool = False
@@ -330,10 +330,10 @@ def encode_launches(
 
     lengths: there is a further input, ``kv_lengths``, int32 (batch,). Codes of keys after them are zeros.
 
-    Further inputs, float32: ``lse`` (heads, q_len), of scores with keys minus ``lse_mean``, (kv_heads, head_dim), which
-    is multiplied by ``rotation``, (head_dim, head_dim). Further buffers, float32: ``k_sums`` (kv_heads, chunks,
-    head_dim), ``k_mean`` and ``mean_shift`` (kv_heads, head_dim), ``k_amax`` and ``v_amax`` (kv_heads, blocks of keys).
-    The first kernel writes k_sums and v_amax, the second the others.
+    Further inputs, float32: ``lse`` (heads, q_len), of scores with keys minus ``lse_mean``; ``lse_mean`` (kv_heads,
+    head_dim), already rotated by ``rotation`` (head_dim, head_dim). Further buffers, float32: ``k_sums`` (kv_heads,
+    chunks, head_dim), ``k_mean`` and ``mean_shift`` (kv_heads, head_dim), ``k_amax`` and ``v_amax`` (kv_heads, blocks
+    of keys). The first kernel writes k_sums and v_amax, the second the others.
     """
     inputs: list[Argument] = []
     for name, of_rows in zip(INPUTS, strides, strict=True):

@@ -69,7 +69,7 @@ def stages_queries(head_dim: int) -> bool:
 def read_batch_invariant(value: str | None) -> bool:
     """Return whether GREENFAST_BATCH_INVARIANT asks for it. Raises UsageError unless it is unset, "0" or "1"."""
     if value not in (None, "", "0", "1"):
-        raise UsageError(f"GREENFAST_BATCH_INVARIANT={value!r}: allowed are 0 and 1, which fixes the tiles")
+        raise UsageError(f"GREENFAST_BATCH_INVARIANT={value!r}: allowed are 0, and 1 (fixed tiles)")
     return value == "1"
 
 
@@ -168,7 +168,7 @@ def _fixed_tiling(config: AttentionConfig) -> Tiling:
 
 @dataclass(frozen=True)
 class Rule:
-    """Tiles that were measured to be faster than those of the cost model.
+    """Tiles that were measured to be faster than the cost model's.
 
     key: head dim, causal, scales of Q, K and V, and the format. keys: minimum kv_len, and maximum kv_len (exclusive).
     instead_of: the tiles of the cost model. quote: the measurement in words.

@@ -41,8 +41,8 @@ _ANGLE_BYTES = 80 * 1024
 class Sharing:
     """The work of a block: tiles of K of some heads of K, or a tile of some heads of Q.
 
-    several_heads: whether the kernel is for several heads, which share a tile's angles in shared memory. If each head
-    has tables of its own, the work is tiles of one head of K and of Q, which share them.
+    several_heads: whether several heads share a tile's angles in shared memory. If each head has tables of its own, the
+    work is tiles of one head of K and of its head of Q, with the same tables.
     """
 
     key_tiles: int
@@ -125,7 +125,7 @@ class Prologue:
     def _count_row_bytes(self, dtype: str) -> int:
         """Return the distance of two rows of angles in shared memory.
 
-        Four lanes read a row, 16 or 32 bytes apart and 16 at a time. Those of the next row use the banks between.
+        Four lanes read a row, 16 or 32 bytes apart and 16 at a time. Lanes of the next row use the banks between.
         """
         size = 4 if dtype == "float32" else 2
         row = 2 * (-(-self.rotary_dim // 16) * 8) * size
@@ -155,7 +155,7 @@ class Prologue:
         return ROW_BLOCK * head_dim * 2 + exchanged + max(self.tile_angle_bytes, means)
 
     def buffers(self) -> tuple[str, ...]:
-        """Return the names of its buffers: weights, biases, tables, then those of a second part with its tensors."""
+        """Return the names of its buffers: weights, biases, tables, then a second part's tensors and buffers."""
         weights = () if self.norm in ("", "plain") else ("q_weight", "k_weight")
         tables = ("cos", "sin") if self.rotary_dim else ()
         if self.second is None:

@@ -26,8 +26,8 @@ extern "C" __global__ void __launch_bounds__({_THREADS})
 def launch(sequences: int, tokens: int, page: int, entries: int, table_row: int, optional: frozenset[str]) -> Launch:
     """Return the launch for at least one sequence.
 
-    Buffers: starts, slots, positions, lengths, and those of "before", "counted_from" and "block_table" that are in
-    ``optional``; without block_table also made_table, (sequences, entries). table_row: row stride of block_table.
+    Buffers: starts, slots, positions, lengths, and the names in ``optional`` ("before", "counted_from", "block_table");
+    without block_table also made_table, (sequences, entries). table_row: row stride of block_table.
     """
     pointers = {n: n if n in optional else np.int64(0) for n in ("before", "counted_from", "block_table")}
     made_table = np.int64(0) if "block_table" in optional else "made_table"

@@ -1,7 +1,7 @@
 """z = x + y as a family: Python that renders CUDA for a shape, for what solution.json's expressions cannot say.
 
 The judge runs this file in a process that cannot write, reach the network or see other processes; it hands back the
-kernel's source and its launch. toggles are those of solution.json, dims a shape's.
+kernel's source and its launch. toggles: from solution.json. dims: a shape's.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Languages whose solutions are Python code. Imported in a solution's process only, a module per language."""
+"""Languages of solutions in Python. A module per language is imported, in a solution's process only."""

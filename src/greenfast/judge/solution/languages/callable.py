@@ -52,7 +52,7 @@ def program(
             return _capture(solution, dims, buffers, recording)
     except ModuleNotFoundError as e:
         if e.name == "triton":
-            require("its Triton kernels, which run without a GPU,", "triton")
+            require("its Triton kernels (they run without a GPU)", "triton")
         raise
     except (MachineError, UnsupportedError) as e:
         raise MachineError(f"a callable is captured on a GPU, and there is none here: {e}") from None

@@ -54,7 +54,7 @@ def parse_exclusive_target(ptx: str) -> str:
 
 
 def import_family(folder: Path, file: str, module: str) -> ModuleType:
-    """Import an importable module by name, or a file of the folder, which goes in front of the search path."""
+    """Import an importable module by name, or a file of the folder. The folder goes in front of the search path."""
     if module:
         return importlib.import_module(module)
     path = folder / file

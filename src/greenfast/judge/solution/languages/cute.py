@@ -133,7 +133,7 @@ def _host_argument(key: str, name: str, annotation: str, argument: Argument, buf
         raise UsageError(f"{key}: no buffer {argument!r}; the problem and the workspaces have {', '.join(buffers)}")
     buffer = buffers[argument]
     if buffer.dtype not in _TYPES:
-        raise UsageError(f"{key}: {argument} holds {buffer.dtype}, which CuTe DSL has not; it has {', '.join(_TYPES)}")
+        raise UsageError(f"{key}: {argument} holds {buffer.dtype}; CuTe DSL's types are {', '.join(_TYPES)}")
     dtype = getattr(cutlass, _TYPES[buffer.dtype])
     if "Pointer" in annotation:
         return cute.runtime.make_ptr(dtype, _ALIGNMENT, cute.AddressSpace.gmem, assumed_align=_ALIGNMENT)
