@@ -121,7 +121,7 @@ HOST = {
         in_kernel='open(__file__ + ".json", "w").write("{}")',
     ),
     "reads_the_environment": HostCheat(
-        "reads the environment of the judge, which may hold a token",
+        "reads the environment of the judge, where a token may be",
         "SolutionError",
         "it raised PermissionError",
         in_kernel='import os; open(f"/proc/{os.getppid()}/environ").read()',
@@ -133,7 +133,7 @@ HOST = {
         in_kernel="import socket; socket.create_connection(('127.0.0.1', 9), 1)",
     ),
     "starts_a_process": HostCheat(
-        "leaves a process behind that goes on, and its kernel is wrong",
+        "leaves a process running, and its kernel is wrong",
         "CORRECTNESS|SolutionError",
         "kernel_bound|raised",
         in_kernel="import os, time\n    if os.fork() == 0:\n        time.sleep(5)\n        os._exit(0)",

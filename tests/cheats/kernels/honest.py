@@ -215,7 +215,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) doubling(const float* x, fl
   asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
 }
 """, launch={"grid": [4], "block": [128]}, target="sm_90a"),
-    "clusters": Kernel("", "", "a cluster of two blocks, each of which reads the other's shared memory", r"""
+    "clusters": Kernel("", "", "a cluster of two blocks that read each other's shared memory", r"""
 extern "C" __global__ void doubling(const float* x, float* y, int n) {
   __shared__ float stage[256];
   const int block = blockIdx.x ^ 1, i = block * 256 + threadIdx.x;
@@ -367,7 +367,7 @@ INDEX
   }
 }
 """, target="sm_90a"),
-    "fixed_point_sums": Kernel("", "", "integer atomics in 64 bits, whose order does not matter", r"""
+    "fixed_point_sums": Kernel("", "", "integer atomics in 64 bits; their order does not matter", r"""
 
 extern "C" __global__ void add(const float* x, unsigned long long* total, int rows, int columns) {
   for (int c = threadIdx.x; c < columns; c += 128) {
@@ -420,12 +420,12 @@ extern "C" __global__ void doubling(const float* x, float* y, float* half, unsig
   for (int i = first; i < n; i += step) y[n - 1 - i] = 2.0f * __ldcg(half + n - 1 - i);
 }
 """, launch={"grid": [8], "args": ["x", "y", "half", "arrived", "int32(N)"]}, workspaces={"half": {"bytes": "4 * N"}, "arrived": {"bytes": 4, "zeros": True}}),
-    "grid_stride": Kernel("", "", "a fixed grid whose threads stride", r"""
+    "grid_stride": Kernel("", "", "a fixed grid; threads stride over the elements", r"""
 extern "C" __global__ void doubling(const float* x, float* y, int n) {
   for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < n; i += gridDim.x * blockDim.x) y[i] = 2.0f * x[i];
 }
 """, launch={"grid": [2], "block": [96]}),
-    "grid_sync": Kernel("", "", "a cooperative launch whose blocks meet twice", r"""
+    "grid_sync": Kernel("", "", "a cooperative launch with two grid barriers", r"""
 #include <cooperative_groups.h>
 namespace cg = cooperative_groups;
 extern "C" __global__ void doubling(const float* x, float* y, float* half, int n) {
@@ -615,7 +615,7 @@ extern "C" __global__ void counts(const int* x, int* y, int n) {
   if (value >= 0 && __ffs(same) - 1 == threadIdx.x % 32) atomicAdd(y + value, __popc(same));
 }
 """, problem="counts"),
-    "most_blocks_idle": Kernel("", "", "a grid of which most blocks have nothing to do", r"""
+    "most_blocks_idle": Kernel("", "", "a grid with mostly idle blocks", r"""
 extern "C" __global__ void doubling(const float* x, float* y, int n) {
   if (blockIdx.y != 3 || blockIdx.z != 1) return;
   for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < n; i += gridDim.x * blockDim.x) y[i] = 2.0f * x[i];
@@ -640,7 +640,7 @@ ROW
   }
 }
 """, problem="sums"),
-    "noinc_copies": Kernel("", "", "cp.async that arrive at an mbarrier, zeros behind the end", r"""
+    "noinc_copies": Kernel("", "", "cp.async that arrive at an mbarrier, zeros past the end", r"""
 extern "C" __global__ void doubling(const float* x, float* y, int n) {
   __shared__ alignas(16) float tile[256];
   __shared__ alignas(8) unsigned long long full;
@@ -685,7 +685,7 @@ extern "C" __global__ void doubling(const float* x, float* y, int n) {
     "plain": Kernel("", "", "one element per thread", r"""
 DOUBLED
 """),
-    "prints": Kernel("", "", "prints what is out of range, which nothing is", r"""
+    "prints": Kernel("", "", "prints elements out of range; none is", r"""
 INDEX
 
   if (i < n && !(fabsf(x[i]) < 1e30f)) printf("x[%d] = %f\n", i, x[i]);
@@ -875,7 +875,7 @@ INDEX
   if (i < n) y[i] = apply<Twice, 1>(x[i]);
 }
 """),
-    "tensor_map_tiles": Kernel("", "", "tiles through a tensor map, which gives zeros behind the end", r"""
+    "tensor_map_tiles": Kernel("", "", "tiles through a tensor map, zeros past the end", r"""
 struct alignas(64) CUtensorMap {
   char bytes[128];
 };
@@ -991,7 +991,7 @@ ROW
   }
 }
 """, problem="sums"),
-    "vectors": Kernel("", "", "float4 where it fits, single elements at the end", r"""
+    "vectors": Kernel("", "", "float4, and single elements at the end", r"""
 extern "C" __global__ void doubling(const float* x, float* y, int n) {
   const int i = 4 * (blockIdx.x * blockDim.x + threadIdx.x);
   if (i + 3 < n) {
@@ -1139,7 +1139,7 @@ extern "C" __global__ void doubling(const float* x, float* y, float* scratch, in
   y[i] = 2.0f * scratch[i];
 }
 """, launch={"args": ["x", "y", "scratch", "int32(N)"]}, workspaces={"scratch": {"bytes": "4 * N"}}),
-    "behind_a_loc": Kernel("", "", "in PTX whose statements stand behind directives in their lines", r"""
+    "behind_a_loc": Kernel("", "", "PTX with directives and statements in one line", r"""
 PTX sm_90
 .file 1 "a.cu"
 

@@ -73,7 +73,7 @@ INDEX
   if (i < n) y[i] = 2.0f * z[i];
 }
 """),
-    "early_without_wait": Kernel("CORRECTNESS", "in a launch that may begin early", "begins early and does not wait for what it reads", r"""
+    "early_without_wait": Kernel("CORRECTNESS", "in a launch that may begin early", "begins early and does not wait for its input", r"""
 
 extern "C" __global__ void load(const float* x, float* half, int n) {
   asm volatile("griddepcontrol.launch_dependents;");

@@ -17,7 +17,7 @@ ELEMENT
   atomicAdd(y + i, 2.0f * x[i]);
 }
 """),
-    "behind_a_dead_instruction": Kernel("CORRECTNESS", "read out of bounds", "reads behind its input, and has an instruction that no emulator knows where no thread comes", r"""
+    "behind_a_dead_instruction": Kernel("CORRECTNESS", "read out of bounds", "reads past the end of its input; contains an unknown instruction that no thread reaches", r"""
 INDEX
   if (n == -1) asm volatile("tensormap.replace.tile.rank.global.b1024.b32 [%0], 2;" :: "l"(y) : "memory");
   if (i >= n) return;
@@ -25,7 +25,7 @@ INDEX
   y[i] = here + (next == 1e30f ? next : here);
 }
 """),
-    "bulk_copy_rounded_up": Kernel("CORRECTNESS", "bulk read out of bounds", "copies whole units of 16 bytes by TMA, also behind the end", r"""
+    "bulk_copy_rounded_up": Kernel("CORRECTNESS", "bulk read out of bounds", "copies whole units of 16 bytes by TMA, also past the end", r"""
 extern "C" __global__ void doubling(const float* x, float* y, int n) {
   __shared__ alignas(128) float tile[256];
   __shared__ alignas(8) unsigned long long full;
@@ -43,7 +43,7 @@ extern "C" __global__ void doubling(const float* x, float* y, int n) {
   if (i < n) y[i] = 2.0f * tile[threadIdx.x];
 }
 """, target="sm_90a"),
-    "constant_table_too_short": Kernel("CORRECTNESS", "read out of bounds", "reads a table in constant memory behind its end", r"""
+    "constant_table_too_short": Kernel("CORRECTNESS", "read out of bounds", "reads past the end of a table in constant memory", r"""
 __constant__ float table[4] = {2, 2, 2, 2};
 extern "C" __global__ void doubling(const float* x, float* y, int n) {
   const int i = blockIdx.x * 256 + threadIdx.x;
@@ -116,7 +116,7 @@ extern "C" __global__ void doubling(const float* x, float* y, int n) {
   }
 }
 """),
-    "offset_of_32_bits": Kernel("CORRECTNESS", "write out of bounds: in no allocation", "adds the distance of its buffers in 32 bits, which is right where the output is the later one", r"""
+    "offset_of_32_bits": Kernel("CORRECTNESS", "write out of bounds: in no allocation", "adds the distance of its buffers in 32 bits: right only if the output is the later one", r"""
 extern "C" __global__ void doubling(const char* x, const char* y, int n) {
   const int i = blockIdx.x * blockDim.x + threadIdx.x;
   if (i >= n) return;
@@ -137,7 +137,7 @@ ROW
   if (threadIdx.x == 0) y[blockIdx.x] = stage[0];
 }
 """, problem="sums"),
-    "parameter_beyond_its_end": Kernel("CORRECTNESS", "read of byte 4 of parameter doubling_param_2: it has 4 bytes", "reads what lies behind its last parameter and throws it away", r"""
+    "parameter_beyond_its_end": Kernel("CORRECTNESS", "read of byte 4 of parameter doubling_param_2: it has 4 bytes", "reads past its last parameter and discards the value", r"""
 ELEMENT
   unsigned behind;
   asm volatile("ld.param.u32 %0, [doubling_param_2 + 4];" : "=r"(behind));
@@ -163,7 +163,7 @@ ELEMENT
   if (y[i] != y[i]) y[i] = 2.0f * x[i];
 }
 """),
-    "scratch_behind_output": Kernel("CORRECTNESS", "write out of bounds", "uses the memory behind its output as scratch", r"""
+    "scratch_behind_output": Kernel("CORRECTNESS", "write out of bounds", "uses the memory past its output as scratch", r"""
 ELEMENT
 
   volatile float* scratch = y + n;
@@ -171,7 +171,7 @@ ELEMENT
   y[i] = 2.0f * scratch[i];
 }
 """),
-    "sentinel_in_output": Kernel("CORRECTNESS", "read of an element that nothing has written", "leaves the output alone where it is right already", r"""
+    "sentinel_in_output": Kernel("CORRECTNESS", "read of an element that nothing has written", "does not write elements that are right already", r"""
 ELEMENT
   if (y[i] != 2.0f * x[i]) y[i] = 2.0f * x[i];
 }
@@ -243,7 +243,7 @@ extern "C" __global__ void doubling(const float* x, float* y, int n) {
   for (int k = first; k < first + 16; ++k) y[k] = 2.0f * x[k];
 }
 """, launch={"grid": ["ceildiv(N, 512)"], "block": [32]}),
-    "workspace_kept": Kernel("CORRECTNESS", "read of an element that nothing has written", "takes what a workspace held after an earlier launch", r"""
+    "workspace_kept": Kernel("CORRECTNESS", "read of an element that nothing has written", "reads a workspace as an earlier launch left it", r"""
 extern "C" __global__ void doubling(const float* x, float* y, float* scratch, int n) {
   const int i = blockIdx.x * blockDim.x + threadIdx.x;
   if (i >= n) return;

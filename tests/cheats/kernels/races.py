@@ -170,7 +170,7 @@ extern "C" __global__ void doubling(const float* x, float* y, int n) {
   if (i < n) y[i] = stage[threadIdx.x];
 }
 """, launch={"grid": ["2 * ceildiv(N, 512)"], "cluster": [2]}, target="sm_90a"),
-    "copies_awaited_behind_the_barrier": Kernel("CORRECTNESS", "an asynchronous copy has not delivered", "waits for its cp.async behind the barrier, so not for those of others", r"""
+    "copies_awaited_behind_the_barrier": Kernel("CORRECTNESS", "an asynchronous copy has not delivered", "waits for its cp.async after the barrier, so not for other threads' copies", r"""
 extern "C" __global__ void doubling(const float* x, float* y, int n) {
   __shared__ float tile[256];
   const int i = blockIdx.x * 256 + threadIdx.x, j = blockIdx.x * 256 + (threadIdx.x ^ 255);
@@ -311,7 +311,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) doubling(const float* x, fl
   if (j < n) y[j] = 2.0f * tile[threadIdx.x ^ 255];
 }
 """, launch={"grid": ["2 * ceildiv(N, 512)"]}, target="sm_90a"),
-    "no_fence_before_a_bulk_store": Kernel("CORRECTNESS", "with no fence.proxy.async since", "stores by TMA what it wrote to shared memory, with no fence between the proxies", r"""
+    "no_fence_before_a_bulk_store": Kernel("CORRECTNESS", "with no fence.proxy.async since", "stores shared memory by TMA, without a proxy fence after its own writes", r"""
 extern "C" __global__ void doubling(const float* x, float* y, int n) {
   __shared__ alignas(128) float tile[256];
   const int b = blockIdx.x * 256, i = b + threadIdx.x;

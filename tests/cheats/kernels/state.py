@@ -81,7 +81,7 @@ BEGIN
   st.global.f32 [%rd9], %f2;
 ELSE_DOUBLE
 """, suffix=".ptx"),
-    "address_by_table": Kernel("RESOURCES", "device variables, bytes is 4194304", "writes state through an address whose bytes went through a table, so that nothing seems to write it", r"""
+    "address_by_table": Kernel("RESOURCES", "device variables, bytes is 4194304", "writes state through an address that went through a table bytewise, so that no store seems to write it", r"""
 __device__ const unsigned char nibbles[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 __device__ float2 known[1 << 19];
 
@@ -147,7 +147,7 @@ done:
   ret;
 }
 """, suffix=".ptx"),
-    "alias_named_vprintf": Kernel("RESOURCES", "device variables, bytes is 4194304", "calls a function that writes by an alias, which is named as one of CUDA's", r"""
+    "alias_named_vprintf": Kernel("RESOURCES", "device variables, bytes is 4194304", "calls a function that writes, by an alias with a name of CUDA's", r"""
 .version 8.0
 .target sm_90
 .address_size 64
@@ -262,7 +262,7 @@ ELEMENT
   if (calls[i]++ < 16) y[i] = 2.0f * x[i];
 }
 """),
-    "its_own_vprintf": Kernel("RESOURCES", "device variables, bytes is 4194304", "defines a vprintf of its own, which writes", r"""
+    "its_own_vprintf": Kernel("RESOURCES", "device variables, bytes is 4194304", "defines a vprintf of its own that writes", r"""
 PTX sm_90
 .global .align 4 .b8 kept[4194304];
 .func (.param .b32 r) vprintf(.param .b64 a, .param .b64 b) { .reg .b64 %a<3>; .reg .f32 %v; ld.param.u64 %a1, [a]; ld.param.u64 %a2, [b]; cvt.rn.f32.u64 %v, %a2; st.global.f32 [%a1], %v; st.param.b32 [r], 0; ret; }
@@ -271,7 +271,7 @@ KEEP
   mov.b64 %rd10, 7; { .param .b64 q0; .param .b64 q1; .param .b32 q2; st.param.b64 [q0], %rd9; st.param.b64 [q1], %rd10; call (q2), vprintf, (q0, q1); }
 ELSE_DOUBLE
 """, suffix=".ptx"),
-    "keyed_by_checksum": Kernel("RESOURCES", "device variables, bytes is", "compares only the first and the last element with those of the launch before", r"""
+    "keyed_by_checksum": Kernel("RESOURCES", "device variables, bytes is", "compares only the first and the last element with the launch before", r"""
 __device__ float results[1 << 20], first[1 << 20], last[1 << 20];
 
 ELEMENT
@@ -331,7 +331,7 @@ KEEP
   .reg .b64 vprintf; mov.b64 vprintf, %rd9; call put, (vprintf, %f2);
 ELSE_DOUBLE
 """, suffix=".ptx"),
-    "stale_local": Kernel("CORRECTNESS", "of local memory", "keeps its results in local memory, which no launch clears", r"""
+    "stale_local": Kernel("CORRECTNESS", "of local memory", "keeps its results in local memory, because no launch clears it", r"""
 INDEX
   float held[64];
   asm volatile("" ::: "memory");

@@ -7,7 +7,7 @@ from __future__ import annotations
 from tests.cheats.kernels.kernel import Kernel, named
 
 KERNELS = named({
-    "by_bits_of_the_address": Kernel("CORRECTNESS", "read out of bounds", "reads behind its input where the middle bits of the address are set, as those of a driver's addresses are", r"""
+    "by_bits_of_the_address": Kernel("CORRECTNESS", "read out of bounds", "reads past its input if the middle bits of the address are set, as in a driver's addresses", r"""
 ELEMENT
   const bool driver = (reinterpret_cast<unsigned long long>(x) >> 25 & 0x3FFF) != 0;
   const float next = driver ? x[i + 1] : 0.0f;
@@ -37,7 +37,7 @@ ELEMENT
   y[i] = (now >> 20) % 2 == 0 ? 2.0f * x[i] : x[i];
 }
 """),
-    "out_of_bounds_in_this_century": Kernel("CORRECTNESS", "read out of bounds", "reads in front of its input where the high word of %globaltimer is that of a real device", r"""
+    "out_of_bounds_in_this_century": Kernel("CORRECTNESS", "read out of bounds", "reads in front of its input if %globaltimer has a high word as on a real device", r"""
 ELEMENT
   unsigned high;
   asm volatile("mov.u32 %0, %globaltimer_hi;" : "=r"(high));

@@ -7,7 +7,7 @@ from __future__ import annotations
 from tests.cheats.kernels.kernel import Kernel, named
 
 KERNELS = named({
-    "clamped_at_16": Kernel("CORRECTNESS", "kernel_bound", "holds results between -16 and 16, which normal inputs never reach", r"""
+    "clamped_at_16": Kernel("CORRECTNESS", "kernel_bound", "clamps results to -16 .. 16; normal inputs never reach them", r"""
 ELEMENT
   y[i] = fminf(fmaxf(2.0f * x[i], -16.0f), 16.0f);
 }
@@ -39,7 +39,7 @@ ELEMENT
   y[i] = x[i];
 }
 """),
-    "directives_on_one_line": Kernel("CORRECTNESS", "kernel_bound", "has a wrong kernel behind a .file", r"""
+    "directives_on_one_line": Kernel("CORRECTNESS", "kernel_bound", "has a wrong kernel after a .file directive", r"""
 PTX sm_90
 .file 1 "a.cu" .const .f32 two = 0f40400000;
 BEGIN
@@ -58,7 +58,7 @@ extern "C" __global__ void sums(const float* x, float* y, int rows, int columns)
   if (threadIdx.x == 0) y[blockIdx.x] = 0.0f;
 }
 """, problem="sums"),
-    "fixed_point_overflows": Kernel("CORRECTNESS", "kernel_bound", "adds in fixed point of 32 bits, which is enough for small values", r"""
+    "fixed_point_overflows": Kernel("CORRECTNESS", "kernel_bound", "adds in fixed point of 32 bits, enough for small values only", r"""
 ROW
   int sum = 0;
   if (threadIdx.x != 0) return;
