@@ -499,7 +499,7 @@ class FamilyHere(SolutionProcess):
     def close(self) -> None:
         """There is no process."""
 
-    def call(self, call: Load | Render | Choose) -> Any:
+    def request(self, call: Load | Render | Choose) -> Any:
         """Encode the request and its reply as for a process. Return the reply."""
         request = msgspec.msgpack.decode(msgspec.msgpack.encode(RpcRequest(1, call)), type=RpcRequest)
         data = msgspec.msgpack.encode(RpcReply(1, self._server.answer(request.call)))
@@ -510,7 +510,7 @@ def import_families_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """Run the code of families in this process."""
     monkeypatch.setattr(sys, "path", [*sys.path])  # a family's folder is added
     monkeypatch.setattr(sys, "dont_write_bytecode", True)  # tests change a family within a second
-    monkeypatch.setattr("greenfast.judge.solution.family.SolutionProcess", FamilyHere)
+    monkeypatch.setattr("greenfast.judge.solution.client.SolutionProcess", FamilyHere)
 
 
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

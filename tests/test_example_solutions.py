@@ -18,7 +18,7 @@ from greenfast.emulator.machine.faults import KernelFaultError
 from greenfast.judge.emulator_session import EmulatorSession
 from greenfast.judge.error_metrics import error_stats, worst_bound_ratio
 from greenfast.judge.implementation import BuiltProgram
-from greenfast.judge.solution.cuda_program import build_declared_program
+from greenfast.judge.solution.cuda_program import DeclaredFamily
 from greenfast.judge.solution.messages import Buffer
 from greenfast.judge.solution.schema import ResolvedSolution, find_solution
 from greenfast.judge.task import LoadedTask, Shape, load, load_task
@@ -126,7 +126,7 @@ def test_the_plain_kernel_is_right_on_the_emulator(name: str) -> None:
     task = TASKS[name]
     found = find_solution(task.folder / task.config.defaults.baseline)
     for shape in small_shapes(task)[1:]:
-        assert emulated(task, build_declared_program(found, shape.dims), shape, "normal") <= 1
+        assert emulated(task, DeclaredFamily(found).program({}, "", shape.dims), shape, "normal") <= 1
 
 
 def rendered(found: ResolvedSolution, task: LoadedTask, shape: Shape) -> Program:

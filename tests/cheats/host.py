@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from greenfast.judge.implementation import build_solution_implementation
-from greenfast.judge.solution.family import RemoteFamily
+from greenfast.judge.solution.client import RemoteFamily
 from greenfast.judge.solution.schema import find_solution
 from greenfast.spec.errors import GreenfastError
 from tests.cheats.judging import Finding, judged, request_of
@@ -163,9 +163,7 @@ def host(cheat: HostCheat, gpu: bool) -> Finding:
         path.write_text(cheat.text)
         try:
             found = find_solution(path)
-            implementation = build_solution_implementation(
-                request.task.config, found, request.target, request.task.problem
-            )
+            implementation = build_solution_implementation(request.task, found, request.target)
             if cheat.answer_s < 60:
                 family = RemoteFamily("mine", found.folder, found.config, answer_s=cheat.answer_s)
                 implementation = replace(implementation, family=family)

@@ -78,8 +78,7 @@ def solution(path: Path, problem: str, gpu: bool) -> Finding:
     request = request_of(problem, gpu)
     try:
         found = find_solution(path)
-        task = request.task
-        return judged(request, build_solution_implementation(task.config, found, request.target, task.problem))
+        return judged(request, build_solution_implementation(request.task, found, request.target))
     except GreenfastError as e:
         return Finding("rejected", type(e).__name__, str(e))
 
@@ -87,8 +86,7 @@ def solution(path: Path, problem: str, gpu: bool) -> Finding:
 def rung(name: str, gpu: bool) -> Finding:
     """Judge a kernel of the doubling task."""
     request = request_of("doubling", gpu)
-    config = request.task.config
-    return judged(request, build_rung_implementation(config, request.task.family, config.variant(name)))
+    return judged(request, build_rung_implementation(request.task, request.task.config.variant(name)))
 
 
 def judged(request: Request, implementation: Implementation) -> Finding:

@@ -73,7 +73,7 @@ def reasons(name: str, out: Path, *, here: bool = True) -> tuple[str, list[str]]
     )  # fmt: skip
     variant = doubling().config.variant(name)
     if here:  # without EVIDENCE, as a disassembler takes a third of a second to start
-        rung = build_rung_implementation(doubling().config, doubling().family, variant)
+        rung = build_rung_implementation(doubling(), variant)
         run = GateRun(emulated_here(request), {CANDIDATE: rung}, NullListener())
         run.run(gate for name, gate in GATES.items() if name not in ("PERFORMANCE", "EVIDENCE"))
         gates = run.gates

@@ -17,7 +17,7 @@ from greenfast.evolve.proposal import Candidate, Edit
 from greenfast.evolve.sources import Sources
 from greenfast.evolve.space import Space, read_space
 from greenfast.evolve.stages import hash_programs
-from greenfast.judge.implementation import build_side
+from greenfast.judge.implementation import Implementation, build_side
 from greenfast.judge.request import Request
 from greenfast.judge.task import find_task, load
 from greenfast.spec.errors import MachineError, UsageError
@@ -61,14 +61,18 @@ def of_solution(asked: Request, mine: Path, **fields: Any) -> Sources:
     return Sources(space_of(solution="mine.cu", **fields), mine, asked, mine.parent / "work")
 
 
+def source_of(implementation: Implementation) -> str:
+    return render_program(implementation.family, {}, "fp32", {"N": 100}).steps[0].kernel.source
+
+
 def test_constants_of_a_solution(asked: Request, mine: Path) -> None:
     sources = of_solution(asked, mine, parameters={"THREADS": {"values": [64, 128]}})
     implementation = sources.implementation(Candidate(parameters={"THREADS": 64}))
     assert implementation.solution is not None
     found = implementation.solution
     assert found.config.constants == {"THREADS": 64, "HALF": "THREADS // 2"}  # in their order: one uses the other
-    assert implementation.family.kernel({}, "fp32", {"N": 100}).block == (64, 1, 1)
-    assert implementation.family.launch({}, "fp32", {"N": 100}).grid == (2, 1, 1)
+    (step,) = render_program(implementation.family, {}, "fp32", {"N": 100}).steps
+    assert (step.kernel.block, step.launch.grid) == ((64, 1, 1), (2, 1, 1))
     assert (mine / "mine.cu").read_text() == SOLUTION  # the user's own is as it was
 
 
@@ -80,7 +84,7 @@ def test_candidates_are_of_the_solution_that_the_search_began_with(asked: Reques
     assert sources.digest() == before
     assert "2.0f" in sources.texts()["body"].text
     implementation = sources.implementation(Candidate(parameters={"THREADS": 64}))
-    assert "2.0f" in implementation.family.kernel({}, "fp32", {"N": 100}).source
+    assert "2.0f" in source_of(implementation)
 
 
 def test_an_edit_replaces_its_region_alone(asked: Request, mine: Path) -> None:
@@ -89,11 +93,11 @@ def test_an_edit_replaces_its_region_alone(asked: Request, mine: Path) -> None:
     implementation = sources.implementation(
         Candidate(parameters={}, edits=(Edit("body", "  if (i < n) y[i] = x[i] + x[i];"),))
     )
-    source = implementation.family.kernel({}, "fp32", {"N": 100}).source
+    source = source_of(implementation)
     assert "x[i] + x[i];\n  // end: body" in source
     assert "2.0f" not in source
     whole = sources.implementation(Candidate(parameters={}, edits=(Edit("all", SOLUTION.replace("2.0f", "3.0f")),)))
-    assert "3.0f" in whole.family.kernel({}, "fp32", {"N": 100}).source
+    assert "3.0f" in source_of(whole)
 
 
 @pytest.mark.parametrize(
@@ -229,7 +233,7 @@ def test_an_edit_includes_headers_and_what_stood_there(asked: Request, mine: Pat
     sources = of_solution(asked, mine, regions=REGIONS)
     more = '#include <cuda_fp16.h>\n#include "common/formats.cuh"  // why\n#include <cuda/std/type_traits>\n'
     implementation = sources.implementation(Candidate(parameters={}, edits=(Edit("all", old + more),)))
-    assert more in implementation.family.kernel({}, "fp32", {"N": 100}).source
+    assert more in source_of(implementation)
 
 
 def test_an_edit_of_greenfasts_own_kernels(asked: Request, tmp_path: Path) -> None:

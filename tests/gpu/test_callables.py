@@ -14,7 +14,7 @@ from greenfast.device.rotating_buffers import WRONG_VARIABLES
 from greenfast.device.session import Executable
 from greenfast.device.worker import Worker
 from greenfast.judge.implementation import build_image
-from greenfast.judge.solution.family import RemoteFamily
+from greenfast.judge.solution.client import RemoteFamily
 from greenfast.judge.solution.schema import SolutionConfig
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import UsageError

@@ -16,7 +16,7 @@ from greenfast.device.session import Executable, RunResult
 from greenfast.device.virtual_memory import GUARD_ADDRESSES, Access, PhysicalMemory, is_supported
 from greenfast.device.worker import Worker, WorkerError
 from greenfast.judge.implementation import build_image, build_side, build_solution_implementation
-from greenfast.judge.solution.family import RemoteFamily
+from greenfast.judge.solution.client import RemoteFamily
 from greenfast.judge.solution.schema import SolutionConfig, find_solution
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import MachineError
@@ -100,7 +100,7 @@ def test_cheats_of_the_corpus_as_machine_code(name: str) -> None:
     found = find_solution(CORPUS["memory"][name].path)
     task = task_of(found.config.problem or "doubling")
     target = Target.of_device(Gpu().capability)
-    implementation = build_solution_implementation(task.config, found, target, task.problem)
+    implementation = build_solution_implementation(task, found, target)
     shape = task.config.shapes[1]
     side = build_side(
         "candidate", implementation.family, implementation.variant, task.config.defaults.format, [shape], target

@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 
-from greenfast.judge.solution.family import RemoteFamily
+from greenfast.judge.solution.client import RemoteFamily
 from greenfast.judge.task import find_task, load, load_family, load_task, task_folders
 from greenfast.judge.validate import validate
 from greenfast.kernels import KERNEL_DIR
 from greenfast.spec.errors import UsageError
+from greenfast.spec.kernel import render_program
 from tasks.fp8_sdpa_stage_c_wmma.kernels import family as ladder
 from tests.fakes import FakeDevice, Script, Watcher, install, request
 from tests.judge.small_task import FAMILY, PROBLEM, loaded, write_task
@@ -99,8 +100,8 @@ def test_a_module_that_is_not_installed_is_named(tmp_path: Path) -> None:
 def test_two_tasks_with_files_of_one_name_do_not_meet(tmp_path: Path) -> None:
     a = loaded(tmp_path / "a" / "mine")
     b = loaded(tmp_path / "b" / "mine", family=FAMILY.replace("twice", "thrice"))
-    assert a.family.kernel({"FAST": 1}, "float", {"N": 5}).entry == "twice"
-    assert b.family.kernel({"FAST": 1}, "float", {"N": 5}).entry == "thrice"
+    programs = [render_program(task.family, {"FAST": 1}, "float", {"N": 5}) for task in (a, b)]
+    assert [program.steps[0].kernel.entry for program in programs] == ["twice", "thrice"]
 
 
 def test_only_families_of_greenfast_are_imported_into_this_process(tmp_path: Path) -> None:
@@ -111,9 +112,9 @@ def test_only_families_of_greenfast_are_imported_into_this_process(tmp_path: Pat
     copied = load_family(load_task(tmp_path / "copy"))
     assert isinstance(copied, RemoteFamily)
     values, dims = task.config.variant("stage2").values, task.config.shape("small").dims
-    mine = copied.kernel(values, "e4m3", dims)
-    assert mine.source == ladder.kernel(values, "e4m3", dims).source
-    assert mine.include_dirs == (tmp_path / "copy" / "kernels", KERNEL_DIR)
+    (step,) = render_program(copied, values, "e4m3", dims).steps
+    assert step.kernel.source == ladder.kernel(values, "e4m3", dims).source
+    assert step.kernel.include_dirs == (tmp_path / "copy" / "kernels", KERNEL_DIR)
 
 
 @pytest.mark.parametrize(("us", "decision"), [(5.0, "MERGE"), (10.0, "DEFER"), (20.0, "DEFER")])

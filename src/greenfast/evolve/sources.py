@@ -76,7 +76,6 @@ class Sources:
         else:
             if not config.rungs:
                 raise UsageError(f"space {space.name}: task {config.name} has no kernels; name a `solution`")
-            self._family = request.task.family
             _check_names(space, f"toggle of task {config.name}", config.toggles)
             for name, parameter in space.parameters.items():
                 allowed = config.toggles[name].values
@@ -116,7 +115,7 @@ class Sources:
             assert self.rung is not None
             implementation = Implementation(Variant(candidate.key, tuple(toggles.items())), self._family, self.rung)
         else:
-            implementation = build_rung_implementation(config, self._family, config.toggle_variant(toggles))
+            implementation = build_rung_implementation(self._request.task, config.toggle_variant(toggles))
             if implementation.rung is None and self.rung is not None:
                 implementation = dataclasses.replace(implementation, requirements=self.rung)
         if not edits:
@@ -157,8 +156,7 @@ class Sources:
         write_whole(folder / CONFIG_NAME, to_json(changed))
         request = self._request
         gpu = request.ordinal if isinstance(request.ordinal, int) else None
-        task = request.task
-        return build_solution_implementation(task.config, find_solution(folder), request.target, task.problem, gpu)
+        return build_solution_implementation(request.task, find_solution(folder), request.target, gpu)
 
     def _edited(self, candidate: Candidate) -> dict[str, str]:
         """Return the new text of each edited file, by path."""

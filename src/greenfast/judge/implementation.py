@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import cast
 
 from greenfast.device.compiler import CompiledKernel, compile_kernel
 from greenfast.device.identity import list_launches, state_variables
@@ -13,16 +14,16 @@ from greenfast.device.machine_code import count_instructions, disassemble
 from greenfast.device.module_variables import read_only_variables
 from greenfast.device.session import Executable, KernelImage
 from greenfast.judge.record_schema import SolutionSource
-from greenfast.judge.solution.family import DeclaredFamily, RemoteFamily
+from greenfast.judge.solution.client import RemoteFamily
+from greenfast.judge.solution.cuda_program import DeclaredFamily
 from greenfast.judge.solution.files import collect_files, make_private_copy
 from greenfast.judge.solution.schema import ResolvedSolution
-from greenfast.judge.task import Budget, Rung, Shape, TaskConfig, Variant
+from greenfast.judge.task import Budget, LoadedTask, Rung, Shape, TaskConfig, Variant
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import UsageError, too_large
 from greenfast.spec.facts import LaunchFacts
 from greenfast.spec.kernel import Family, KernelSource, Program, render_program
 from greenfast.spec.limits import most_shared
-from greenfast.spec.problem import Problem
 
 _LOCAL_BYTES = 512 << 10
 _ANY_STATE = 1 << 40
@@ -64,19 +65,17 @@ def find_rung(config: TaskConfig, variant: Variant) -> Rung:
     return config.rung(variant.name if variant.name in names else config.defaults.candidate)
 
 
-def build_rung_implementation(config: TaskConfig, family: Family, variant: Variant) -> Implementation:
+def build_rung_implementation(task: LoadedTask, variant: Variant) -> Implementation:
     """Build the implementation of a variant of the task. Raises UsageError for a task without rungs."""
-    rung = next((r for r in config.rungs if r.name == variant.name), None)
-    return Implementation(
-        variant, family, find_rung(config, variant), rung, sandbox=tuple(getattr(family, "sandbox", ()))
-    )
+    rung = next((r for r in task.config.rungs if r.name == variant.name), None)
+    requirements = find_rung(task.config, variant)
+    return Implementation(variant, task.family, requirements, rung, sandbox=tuple(getattr(task.family, "sandbox", ())))
 
 
 def build_solution_implementation(
-    config: TaskConfig,
+    task: LoadedTask,
     resolved: ResolvedSolution,
     target: Target,
-    problem: Problem | None = None,
     gpu: int | None = None,
     *,
     is_reference: bool = False,
@@ -84,7 +83,7 @@ def build_solution_implementation(
 ) -> Implementation:
     """Build the implementation of a solution. Start its process if it brings code. Raises UsageError and SolutionError.
 
-    problem: the task's problem; Python code gets the names of its buffers.
+    task: Python code gets the names of the buffers of its problem.
     gpu: the ordinal of the GPU that captures a callable.
     is_reference: True for a baseline. It may keep state between launches.
     results: the folder of runs. It is excluded from the solution's files if it is inside the solution's folder.
@@ -94,10 +93,10 @@ def build_solution_implementation(
     judged = make_private_copy(resolved, files)
     family: DeclaredFamily | RemoteFamily
     if resolved.is_code:
-        family = RemoteFamily(str(resolved.path), judged.folder, solution, target=target, problem=problem, gpu=gpu)
+        family = RemoteFamily(str(resolved.path), judged.folder, solution, target=target, problem=task.problem, gpu=gpu)
     else:
         family = DeclaredFamily(judged)
-    rules = config.solutions
+    rules = task.config.solutions
     source = SolutionSource(
         language=solution.language,
         author=solution.author,
@@ -115,7 +114,13 @@ def build_solution_implementation(
     )
     variant = Variant(solution.name, tuple(solution.toggles.items()))
     return Implementation(
-        variant, family, requirements, solution=judged, source=source, files=files, sandbox=tuple(family.sandbox)
+        variant,
+        cast(Family, family),
+        requirements,
+        solution=judged,
+        source=source,
+        files=files,
+        sandbox=tuple(family.sandbox),
     )
 
 

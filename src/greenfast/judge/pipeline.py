@@ -156,9 +156,8 @@ class GateRun:
         self.request = request
         self.profile = profile
         self.reuse_timing = reuse_timing
-        task = request.task
         self.implementations = {
-            role: e if isinstance(e, Implementation) else build_rung_implementation(task.config, task.family, e)
+            role: e if isinstance(e, Implementation) else build_rung_implementation(request.task, e)
             for role, e in implementations.items()
         }
         self.variants = {role: implementation.variant for role, implementation in self.implementations.items()}

@@ -26,9 +26,9 @@ def main(text: str) -> None:
     target = Target.parse(job["arch"])
     if job["solution"]:
         resolved = find_solution(Path(job["solution"]))
-        implementation = build_solution_implementation(task.config, resolved, target, task.problem, job["ordinal"])
+        implementation = build_solution_implementation(task, resolved, target, job["ordinal"])
     else:
-        implementation = build_rung_implementation(task.config, task.family, task.config.toggle_variant(job["toggles"]))
+        implementation = build_rung_implementation(task, task.config.toggle_variant(job["toggles"]))
     with nvtx.annotate("build"):
         side = build_side("profiled", implementation.family, implementation.variant, job["format"], [shape], target)
     with nvtx.annotate("inputs"):

@@ -50,7 +50,7 @@ def take_profile(
     if tool is None:
         raise MachineError("ncu is not on the PATH: install NVIDIA Nsight Compute, or add its folder to PATH")
     if isinstance(implementation, Variant):
-        implementation = build_rung_implementation(request.task.config, request.task.family, implementation)
+        implementation = build_rung_implementation(request.task, implementation)
     program = render_program(implementation.family, implementation.variant.values, request.format, shape.dims)
     solution = implementation.solution
     job = {

@@ -129,10 +129,10 @@ def _build(request: Request, side: Variant | ResolvedSolution, *, is_reference: 
     """Build the implementation of a variant, or of a solution with the commit of its repository."""
     task = request.task
     if isinstance(side, Variant):
-        return build_rung_implementation(task.config, task.family, side)
+        return build_rung_implementation(task, side)
     gpu = request.ordinal if isinstance(request.ordinal, int) else None
     built = build_solution_implementation(
-        task.config, side, request.target, task.problem, gpu, is_reference=is_reference, results=request.out
+        task, side, request.target, gpu, is_reference=is_reference, results=request.out
     )
     git = read_git_state(side.path.parent)
     commit = "" if git.sha == "unknown" else f"{git.sha}{' (dirty)' if git.dirty else ''}"

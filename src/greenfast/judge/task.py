@@ -21,14 +21,14 @@ from typing import Annotated, Literal, cast, get_args
 import msgspec
 from msgspec import Meta
 
-from greenfast.judge.solution.family import NoFamily, RemoteFamily
+from greenfast.judge.solution.client import RemoteFamily
 from greenfast.judge.solution.schema import SolutionConfig
 from greenfast.judge.store import decode
 from greenfast.kernels import KERNEL_DIR
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import GreenfastError, UsageError, unknown
 from greenfast.spec.files import read_file
-from greenfast.spec.kernel import Choice, Family
+from greenfast.spec.kernel import Choice, Family, Program
 from greenfast.spec.problem import Problem
 
 
@@ -505,6 +505,14 @@ def load(task: Task) -> LoadedTask:
     return LoadedTask(task.config, task.folder, family, cast(Problem, problem))
 
 
+class _NoFamily:
+    """The family of a task without kernels of its own. The task only judges solutions."""
+
+    def program(self, *_: object, **__: object) -> Program:
+        """Raise UsageError."""
+        raise UsageError("the task has no kernels; `greenfast judge SOLUTION --problem ...` judges yours")
+
+
 def load_family(task: Task) -> Family:
     """Load the task's kernel family without its problem.
 
@@ -513,7 +521,7 @@ def load_family(task: Task) -> Family:
     """
     name = task.config.family
     if not name:
-        return cast(Family, NoFamily(task.config.name))
+        return cast(Family, _NoFamily())
     is_file = name.endswith(".py")
     if name.startswith(_OWN) or (is_file and _own_module_name(task.folder / name)):
         return cast(Family, _import_module(task, "family", name, ("kernel", "launch"), instead="program"))
@@ -525,7 +533,7 @@ def load_family(task: Task) -> Family:
     missing = [f for f in ("kernel", "launch") if f not in family.functions]
     if missing and "program" not in family.functions:
         raise UsageError(f"{where} has no function {', '.join(missing)}")
-    return family
+    return cast(Family, family)
 
 
 def _import_module(task: Task, key: str, name: str, functions: tuple[str, ...], *, instead: str = "") -> ModuleType:

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from greenfast.judge.error_metrics import worst_bound_ratio
-from greenfast.judge.formats import flashinfer_trace
 from greenfast.judge.formats.converted import FORMAT
 from greenfast.judge.formats.defined import DefinedProblem
 from greenfast.judge.formats.flashinfer_trace import (
@@ -73,7 +72,7 @@ def named(definition: dict[str, Any], **changes: Any) -> dict[str, Any]:
 
 def converted(tmp_path: Path, definition: dict[str, Any], *workloads: dict[str, Any]) -> tuple[Path, DefinedProblem]:
     path = data_set(tmp_path / "set", definition, *workloads)
-    folder = flashinfer_trace.import_problem(path, tmp_path / "task")
+    folder = Path(import_problem(str(path), tmp_path / "task"))
     return folder, DefinedProblem(folder, tmp_path / "set")
 
 
@@ -281,7 +280,7 @@ def test_a_name_of_any_characters(tmp_path: Path, name: str) -> None:
     with pytest.raises(UsageError, match="no workloads"):
         find_workloads(path)
     (tmp_path / "workload.jsonl").write_text(json.dumps(workload(3)))
-    folder = flashinfer_trace.import_problem(path, tmp_path / "task")
+    folder = Path(import_problem(str(path), tmp_path / "task"))
     compile((folder / "problem.py").read_text(), "problem.py", "exec")
     assert load_task(folder).config.shapes
 

@@ -11,7 +11,7 @@ import pytest
 from greenfast.judge.formats import kernelbench, robust_kbench
 from greenfast.judge.formats.defined import ModelProblem, RobustProblem
 from greenfast.judge.formats.kernelbench import NEW_MODEL, is_kernelbench
-from greenfast.judge.formats.registry import import_problem, import_solution
+from greenfast.judge.formats.registry import CONVERTED, import_problem, import_solution
 from greenfast.judge.solution.schema import find_solution
 from greenfast.judge.task import load_task
 from greenfast.spec.errors import UsageError
@@ -46,11 +46,11 @@ def test_a_problem_becomes_a_task_whose_baseline_is_its_model(tmp_path: Path) ->
     path = written(tmp_path)
     assert is_kernelbench(path)
     assert not is_kernelbench(path, NEW_MODEL)
-    earlier = tmp_path / "task" / "1_linear"  # a problem of robust-kbench with this name
+    earlier = tmp_path / "task" / CONVERTED / "1_linear"  # a problem of robust-kbench with this name
     (earlier / "evidence").mkdir(parents=True)
     for name in ("settings.json", "evidence/record.json"):
         (earlier / name).write_text("{}")
-    folder = kernelbench.import_problem(path, tmp_path / "task")
+    folder = Path(import_problem(str(path), tmp_path / "task"))
     assert folder == earlier
     assert not (folder / "settings.json").exists()
     assert (folder / "evidence/record.json").exists()
@@ -86,7 +86,7 @@ def test_inputs_on_a_gpu_are_cpu_tensors_here(tmp_path: Path) -> None:
 
 
 def test_a_new_model_becomes_a_callable(tmp_path: Path) -> None:
-    problem, mine = kernelbench.import_problem(written(tmp_path), tmp_path / "task"), tmp_path / "mine.py"
+    problem, mine = Path(import_problem(str(written(tmp_path)), tmp_path / "task")), tmp_path / "mine.py"
     mine.write_text(PROBLEM.replace("class Model", "class ModelNew"))
     assert is_kernelbench(mine, NEW_MODEL)
     (tmp_path / "out/converted_solutions/mine").mkdir(parents=True)

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from greenfast.cli.main import main
-from greenfast.judge.formats import tritonbench
 from greenfast.judge.formats.registry import import_problem, import_solution
 from greenfast.judge.formats.test_calls import CallProblem
 from greenfast.judge.formats.tritonbench import SEPARATOR, is_tritonbench
@@ -126,7 +125,7 @@ def test_answers_are_files_and_rows(problem: Path, tmp_path: Path) -> None:
     lines = [{"label": "def f()", "predict": "no"}, {"label": REFERENCE, "predict": "Here:\n```python\nyes\n```"}]
     (answers / "model.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (tmp_path / "mine.py").write_text(f"yes\n{SEPARATOR}\n{TEST}")
-    task = tritonbench.import_problem(problem, tmp_path / "converted")
+    task = Path(import_problem(str(problem), tmp_path / "converted"))
     for path in (answers / "model.jsonl", tmp_path / "mine.py"):
         solution = find_solution(import_solution(path, task, tmp_path / "out"))
         assert (solution.folder / "program.py").read_text().strip() == "yes"
@@ -144,7 +143,7 @@ def test_a_write_that_changes_nothing_is_a_write(tmp_path: Path) -> None:
         "import torch\nfor f in (0, 1):\n    add_scaled(torch.ones(2, device='cuda'), torch.ones(2, device='cuda'), f)"
     )
     (tmp_path / "one.py").write_text(f"{REFERENCE}\n{SEPARATOR}\n{test}\n")
-    calls = CallProblem(tritonbench.import_problem(tmp_path / "one.py", tmp_path / "out"))
+    calls = CallProblem(Path(import_problem(str(tmp_path / "one.py"), tmp_path / "out")))
     assert [list(calls.make_case({"problem": n}, 0, "").outputs) for n in (1, 2)] == [["input0"], ["input0"]]
 
 
@@ -165,7 +164,7 @@ def test_a_test_without_a_call_to_judge_is_refused_in_words(tmp_path: Path, test
     path = tmp_path / "one.py"
     path.write_text(f"{REFERENCE}\n{SEPARATOR}\n{test}\n")
     with pytest.raises(UsageError, match=message):
-        tritonbench.import_problem(path, tmp_path / "out")
+        Path(import_problem(str(path), tmp_path / "out"))
 
 
 KERNEL = """

@@ -102,7 +102,7 @@ def test_of_a_slow_case_some_blocks_run() -> None:
     }
     for role, (kind, name) in solutions.items():
         found = find_solution(KERNELS[kind][name].path)
-        implementation = build_solution_implementation(task.config, found, target, task.problem)
+        implementation = build_solution_implementation(task, found, target)
         sides.append(build_side(role, implementation.family, implementation.variant, "fp32", [case_plan.shape], target))
     with EmulatedRuns(sides, [case_plan], Late) as runs:
         runs.start(case_plan, task.problem.make_case(case_plan.shape.dims, 0, "fp32"))
@@ -119,7 +119,7 @@ def test_a_drawn_case_shows_what_the_tasks_own_hides() -> None:
     """Reads whole units of 16 bytes: of 4,000 bytes all is right. After the fault the side runs no further."""
     task, target = doubling(), Target("sm_90a")
     found = find_solution(KERNELS["memory"]["bulk_copy_rounded_up"].path)
-    implementation = build_solution_implementation(task.config, found, target, task.problem)
+    implementation = build_solution_implementation(task, found, target)
     case_plans = [CasePlan(task.config.shape("tail"), 0)]
     case_plans += [CasePlan(Shape(name=f"drawn_n{n}", dims={"N": n}), 7, randomized=True) for n in (1, 2)]
     shapes = [case_plan.shape for case_plan in case_plans]

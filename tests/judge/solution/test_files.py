@@ -59,7 +59,7 @@ def family(folder: Path, factor: int) -> Path:
 
 
 def implementation(path: Path) -> Implementation:
-    return build_solution_implementation(TASK.config, find_solution(path), TARGET, TASK.problem)
+    return build_solution_implementation(TASK, find_solution(path), TARGET)
 
 
 def files(path: Path) -> dict[str, bytes]:

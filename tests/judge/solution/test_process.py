@@ -15,7 +15,7 @@ import pytest
 
 from greenfast.cli.main import main
 from greenfast.judge.solution import client
-from greenfast.judge.solution.family import RemoteFamily
+from greenfast.judge.solution.client import RemoteFamily
 from greenfast.judge.solution.messages import decode_program, encode_program
 from greenfast.judge.solution.schema import SolutionConfig
 from greenfast.spec.errors import SolutionError, UsageError
@@ -103,8 +103,8 @@ def test_text_of_the_solution_cannot_act_on_a_terminal(tmp_path: Path) -> None:
 
 def test_what_it_prints_is_not_an_answer(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     family = started(tmp_path / "mine", "print('{}')\n" + in_kernel("import os; print('MERGE'); os.write(1, b'x')"))
-    assert family.kernel({"FAST": 1}, "float", DIMS).entry == "twice"
-    assert family.launch({"FAST": 1}, "float", DIMS).args == ("x", "y", np.int32(5))
+    (step,) = family.program({"FAST": 1}, "float", DIMS).steps
+    assert (step.kernel.entry, step.launch.args) == ("twice", ("x", "y", np.int32(5)))
     assert capfd.readouterr() == ("", "")
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from greenfast.judge.solution.cuda_program import build_declared_program
+from greenfast.judge.solution.cuda_program import DeclaredFamily
 from greenfast.judge.solution.files import collect_files
 from greenfast.judge.solution.schema import find_solution
 from greenfast.spec.errors import UsageError
@@ -40,7 +40,7 @@ def test_a_folder_is_a_program(tmp_path: Path) -> None:
     )
     found = find_solution(folder)
     assert found.config.language == "cuda"
-    program = build_declared_program(found, {"N": 100})
+    program = DeclaredFamily(found).program({}, "", {"N": 100})
     first, second = program.steps
     assert (first.launch.grid, first.kernel.block, first.kernel.entry) == ((2, 1, 1), (64, 1, 1), "twice")
     assert first.launch.args == ("x", "y", np.int32(100))
@@ -54,7 +54,7 @@ def test_a_folder_is_a_program(tmp_path: Path) -> None:
 def test_structs_and_tensor_maps(tmp_path: Path) -> None:
     tile = {"buffer": "x", "dtype": "float16", "shape": ["N", 64], "strides": [128, 2], "box": [64, 64], "swizzle": 128}
     found = find_solution(write(tmp_path, launches=launch(args=[["x", "int64(N)"], tile, "float32(1 / sqrt(N))"])))
-    struct, mapped, scale = build_declared_program(found, {"N": 4}).steps[0].launch.args
+    struct, mapped, scale = DeclaredFamily(found).program({}, "", {"N": 4}).steps[0].launch.args
     assert struct == Struct(("x", np.int64(4)))
     assert mapped == TensorMap("x", "float16", (4, 64), (128, 2), (64, 64), 128)
     assert scale == np.float32(0.5)
@@ -95,7 +95,7 @@ def test_a_byte_order_mark_is_read_over(tmp_path: Path, name: str) -> None:
     found = find_solution(tmp_path / name)
     assert found.config.name == "mine"
     if name != "k.py":
-        assert not build_declared_program(found, {"N": 1}).steps[0].kernel.source.startswith("\ufeff")
+        assert not DeclaredFamily(found).program({}, "", {"N": 1}).steps[0].kernel.source.startswith("\ufeff")
 
 
 def test_a_header_of_several_lines_of_comments(tmp_path: Path) -> None:
@@ -160,7 +160,7 @@ def test_a_mistake_in_the_config_is_named(tmp_path: Path, changes: dict[str, Any
 def test_a_mistake_for_a_shape_is_named(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
     found = find_solution(write(tmp_path, **changes))
     with pytest.raises(UsageError) as raised:
-        build_declared_program(found, {"N": 100})
+        DeclaredFamily(found).program({}, "", {"N": 100})
     assert str(raised.value).startswith(f"{tmp_path / 'solution.json'}: ")
     assert said in str(raised.value)
 
@@ -168,7 +168,7 @@ def test_a_mistake_for_a_shape_is_named(tmp_path: Path, changes: dict[str, Any],
 @pytest.mark.parametrize("dims", [{"N": 2**40}, {"N": 2**62}])
 def test_huge_dimensions_are_one_line(tmp_path: Path, dims: dict[str, int]) -> None:
     with pytest.raises(UsageError, match=r"launches\[0\]\.(grid|args)"):
-        build_declared_program(find_solution(write(tmp_path)), dims)
+        DeclaredFamily(find_solution(write(tmp_path))).program({}, "", dims)
 
 
 @pytest.mark.parametrize(

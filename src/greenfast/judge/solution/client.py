@@ -1,4 +1,7 @@
-"""The RPC client of a solution's process. Requests have time limits; replies have a size limit and a strict schema."""
+"""The judge's side of a solution in Python: its family, and the process that runs its code.
+
+Requests to the process have time limits; replies have a size limit and a strict schema.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,8 @@ import sys
 import tempfile
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -22,15 +26,27 @@ from greenfast.device.python_process import isolated, module_path
 from greenfast.device.sandbox import BY_CGROUP, DATA_BYTES, PROCESSES, remove_cgroup
 from greenfast.judge.solution.messages import (
     MAX_MESSAGE,
+    Buffer,
     Choose,
+    Chosen,
+    CompileFailed,
     ExceptionReply,
     Load,
+    Loaded,
+    MissingDependency,
     Ready,
+    Rejected,
     Render,
+    Rendered,
     RpcReply,
     RpcRequest,
+    decode_program,
 )
-from greenfast.spec.errors import SolutionError
+from greenfast.judge.solution.schema import SolutionConfig
+from greenfast.spec.arch import Target
+from greenfast.spec.errors import AbsentError, CompileError, GreenfastError, SolutionError, UsageError
+from greenfast.spec.kernel import Choice, Program, Step
+from greenfast.spec.problem import Problem
 
 #: Time limits in seconds for the start of the process and for one reply. Triton compiles a kernel within a reply.
 START_S = 60.0
@@ -48,6 +64,133 @@ _LOOK_S = 1.0
 #: The environment that a solution's code sees; everything else of the caller's stays out.
 _KEPT = ("PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "CUDA_PATH", "CUDA_HOME", "TZ")
 _MOST_SHOWN = 2000
+#: Seed of the inputs that a callable is captured with. No task uses it.
+EXAMPLE_SEED = 987_654_321
+
+
+class RemoteFamily:
+    """A family or solution in Python. Its code runs in a confined process and returns only data.
+
+    Raises UsageError if the code cannot be imported, SolutionError if the process ends or does not answer.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        folder: Path,
+        solution: SolutionConfig,
+        *,
+        module: str = "",
+        target: Target | None = None,
+        answer_s: float = ANSWER_S,
+        problem: Problem | None = None,
+        gpu: int | None = None,
+    ) -> None:
+        """Start the process and import the code.
+
+        what: the name of the solution in errors.
+        module: an importable module that replaces the solution's file.
+        target: the compile target, for languages that need one.
+        answer_s: time limit per reply in seconds.
+        problem: the problem with the buffers that the solution receives.
+        gpu: the ordinal of the GPU that captures a callable.
+        """
+        self._what = what
+        self._target = target or Target("sm_90a")
+        self._toggles = dict(solution.toggles)
+        self._problem = problem
+        self._with_data = solution.language == "callable"
+        self._binaries: dict[bytes, bytes] = {}
+        gpu = gpu if self._with_data else None
+        self._process = SolutionProcess(what, folder, answer_s=answer_s, gpu=gpu, imports=bool(module))
+        self.sandbox = self._process.sandbox
+        reply = self._process.request(Load(solution, str(folder.resolve()), module))
+        if isinstance(reply, ExceptionReply):
+            self._process.close()
+            if reply.exits:
+                raise self._process.raised(reply)
+            lines = "".join(f"\n  {line}" for line in reply.lines[-5:])
+            raise UsageError(f"{what} cannot be imported: {reply.text}{lines}{sandbox_hint(reply.text)}")
+        if isinstance(reply, Rejected):
+            self._process.close()
+            raise UsageError(f"{what}: {reply.text}")
+        if not isinstance(reply, Loaded):
+            raise self._convert_error(reply)
+        #: The names of the solution's functions.
+        self.functions = tuple(reply.functions)
+
+    def program(
+        self, toggles: Mapping[str, int], fmt: str, dims: Mapping[str, int], *, instrumented: bool = False
+    ) -> Program:
+        """Return the program for a shape. Raises UsageError if the solution rejects it, SolutionError if it fails."""
+        target = self._target
+        settings = {**self._toggles, **toggles}
+        buffers = self._describe_buffers(fmt, dims)
+        reply = self._process.request(
+            Render(settings, fmt, dict(dims), target.name, target.multiprocessors, instrumented, buffers)
+        )
+        if not isinstance(reply, Rendered):
+            raise self._convert_error(reply)
+        try:
+            program = decode_program(reply)
+        except (ValueError, TypeError) as e:
+            raise UsageError(f"{self._what}: {e}") from None
+        self._require_readable(program)
+        return replace(program, steps=tuple(map(self._share_binary, program.steps)))
+
+    def _require_readable(self, program: Program) -> None:
+        """Raise UsageError for an include folder that the solution may not read: the compiler would open it."""
+        allowed = [Path(path).resolve() for path in (*self._process.readable, str(self._process.scratch))]
+        folders: set[Path] = {folder for step in program.steps for folder in step.kernel.include_dirs}
+        for folder in sorted(folders):
+            if not any(folder.resolve().is_relative_to(path) for path in allowed):
+                raise UsageError(f"{self._what}: include_dirs: {folder} is not the solution's; copy its headers there")
+
+    def _share_binary(self, step: Step) -> Step:
+        """Return the step with its machine code shared: each kernel of a library comes with the whole library."""
+        code = step.kernel.binary
+        return replace(step, kernel=replace(step.kernel, binary=self._binaries.setdefault(code, code)))
+
+    def _describe_buffers(self, fmt: str, dims: Mapping[str, int]) -> dict[str, Buffer]:
+        """Return the buffers of the problem's case. For a callable, each input has a file with example data."""
+        if self._problem is None:
+            return {}
+        case = self._problem.make_case(dims, EXAMPLE_SEED, fmt)
+        inputs = {
+            name: Buffer(array.dtype.name, list(array.shape), name in case.outputs)
+            for name, array in case.inputs.items()
+        }
+        if self._with_data:
+            for number, (name, array) in enumerate(case.inputs.items()):
+                path = self._process.write(f"input{number}", array.tobytes())
+                inputs[name] = msgspec.structs.replace(inputs[name], path=str(path))
+        outputs = {n: Buffer(spec.dtype, list(spec.shape), True) for n, spec in case.outputs.items() if n not in inputs}
+        return inputs | outputs
+
+    def __getattr__(self, name: str) -> Any:
+        """Return ``choose`` if the family defines it."""
+        if name == "choose" and "choose" in self.__dict__.get("functions", ()):
+            return self._choose
+        raise AttributeError(name)
+
+    def _choose(self, target: Target, fmt: str, dims: Mapping[str, int]) -> Choice:
+        reply = self._process.request(Choose(target.name, target.multiprocessors, fmt, dict(dims)))
+        if not isinstance(reply, Chosen):
+            raise self._convert_error(reply)
+        return Choice(reply.rung, reply.reason)
+
+    def _convert_error(self, reply: Any) -> GreenfastError:
+        if isinstance(reply, MissingDependency):
+            return AbsentError(f"{self._what}: {reply.text}")
+        if isinstance(reply, Rejected):
+            return UsageError(reply.text)
+        if isinstance(reply, CompileFailed):
+            return CompileError(reply.text)
+        if isinstance(reply, ExceptionReply):
+            return self._process.raised(reply)
+        with contextlib.suppress(Exception):
+            self._process.close()
+        return SolutionError(f"{self._what}: the solution ended without a verdict: it answered another question")
 
 
 class SolutionProcess:
@@ -96,7 +239,7 @@ class SolutionProcess:
         """Kill the process and remove its folder."""
         self._finalizer()
 
-    def call(self, call: Load | Render | Choose) -> Any:
+    def request(self, call: Load | Render | Choose) -> Any:
         """Send a request and return its reply, one of the types in ``RpcReply``."""
         if not self._finalizer.alive:
             raise SolutionError(f"{self._what}: the solution's process has ended")

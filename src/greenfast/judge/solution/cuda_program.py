@@ -1,4 +1,4 @@
-"""Construction of programs from solutions in CUDA, PTX or as cubins, for a shape's dimensions."""
+"""The family of a solution in CUDA, PTX or as a cubin: its programs for a shape's dimensions."""
 
 from __future__ import annotations
 
@@ -36,11 +36,24 @@ _MAX_SHARED = 1 << 20
 _MAX_WORKSPACE = 1 << 37
 
 
-def build_declared_program(solution: ResolvedSolution, dims: Mapping[str, int]) -> Program:
-    """Build the program of a solution for a shape. Raises UsageError with the file, the key and the reason."""
-    names = evaluate_constants(solution, dims)
-    steps = tuple(_step(solution, number, spec, names) for number, spec in enumerate(solution.config.launches))
-    return Program(steps, build_workspaces(solution, names))
+class DeclaredFamily:
+    """A solution in CUDA, PTX or as a cubin. None of its code runs on the host."""
+
+    def __init__(self, solution: ResolvedSolution) -> None:
+        self._solution = solution
+        #: The protections against the solution's code.
+        self.sandbox: list[str] = ["no code of the solution but its kernels is run"]
+
+    def program(
+        self, toggles: Mapping[str, int], fmt: str, dims: Mapping[str, int], *, instrumented: bool = False
+    ) -> Program:
+        """Return the program for a shape. Raises UsageError with the file, the key and the reason."""
+        solution = self._solution
+        if instrumented:
+            raise UsageError(f"{solution.config.name}: a solution has no instrumented build")
+        names = evaluate_constants(solution, dims)
+        steps = tuple(_step(solution, number, spec, names) for number, spec in enumerate(solution.config.launches))
+        return Program(steps, build_workspaces(solution, names))
 
 
 def evaluate_constants(solution: ResolvedSolution, dims: Mapping[str, int]) -> dict[str, int]:

@@ -13,7 +13,7 @@ import pytest
 from greenfast.device.compiler import compile_kernel
 from greenfast.emulator.grid import KernelLaunch as Launched
 from greenfast.emulator.grid import run_chain
-from greenfast.judge.solution.family import RemoteFamily
+from greenfast.judge.solution.client import RemoteFamily
 from greenfast.judge.solution.languages.compiled import without_folders
 from greenfast.judge.solution.languages.triton import program
 from greenfast.judge.solution.messages import Buffer
