@@ -54,12 +54,6 @@ class _Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     pass
 
 
-class BufferData(_Message, frozen=True, tag="buffer"):
-    """A buffer's name."""
-
-    name: Line
-
-
 class ScalarData(_Message, frozen=True, tag="scalar"):
     """A NumPy scalar."""
 
@@ -84,7 +78,7 @@ class ArrayData(_Message, frozen=True, tag="array"):
 class StructData(_Message, frozen=True, tag="struct"):
     """A struct with fields. Their offsets are computed at the launch."""
 
-    fields: list[BufferData | ScalarData | ArrayData | StructData | TensorMapData]
+    fields: list[Line | ScalarData | ArrayData | StructData | TensorMapData]
 
 
 class TensorMapData(_Message, frozen=True, tag="map"):
@@ -105,11 +99,12 @@ class PackedData(_Message, frozen=True, tag="packed"):
     pointers: list[tuple[Count, Line, Count]]
 
 
-ArgumentData = BufferData | ScalarData | BytesData | StructData | TensorMapData | PackedData
+#: A text is the name of a buffer.
+ArgumentData = Line | ScalarData | BytesData | StructData | TensorMapData | PackedData
 
 
-class StepData(_Message, frozen=True):
-    """A kernel and its launch."""
+class KernelData(_Message, frozen=True):
+    """A kernel, with the fields of ``spec.kernel.KernelSource``."""
 
     entry: Entry
     source: str
@@ -121,6 +116,11 @@ class StepData(_Message, frozen=True):
     requires: Line
     language: Literal["cuda", "ptx", "cubin"]
     binary: bytes
+
+
+class LaunchData(_Message, frozen=True):
+    """A launch, with the fields of ``spec.kernel.Launch``."""
+
     grid: Extents
     args: Annotated[list[ArgumentData], Meta(max_length=MAX_ARGUMENTS)]
     early: bool
@@ -128,6 +128,13 @@ class StepData(_Message, frozen=True):
         Annotated[int, Meta(ge=1, le=16)], Annotated[int, Meta(ge=1, le=16)], Annotated[int, Meta(ge=1, le=16)]
     ]
     cooperative: bool
+
+
+class StepData(_Message, frozen=True):
+    """A kernel and its launch."""
+
+    kernel: KernelData
+    launch: LaunchData
 
 
 class WorkspaceData(_Message, frozen=True):
@@ -296,66 +303,47 @@ class RpcReply(_Message, frozen=True):
 
 def encode_program(program: Program) -> Rendered:
     """Encode a program. Raises UsageError for an argument that cannot be encoded."""
-    return Rendered(
-        [_encode_step(step) for step in program.steps],
-        {name: WorkspaceData(w.nbytes, w.zeros, w.data) for name, w in program.workspaces.items()},
-        [AllocationData(a.step, a.buffer, a.offset, a.nbytes) for a in program.allocations],
-        program.function_us,
-        [_encode_operation(operation) for operation in program.operations],
-    )
+    steps = []
+    for step in program.steps:
+        arguments = list(map(_encode_argument, step.launch.args))
+        steps.append(StepData(_copy(KernelData, step.kernel), _copy(LaunchData, step.launch, args=arguments)))
+    operations = [
+        _copy(
+            OperationData,
+            operation,
+            args=list(map(_encode_value, operation.args)),
+            kwargs={name: _encode_value(value) for name, value in operation.kwargs.items()},
+            writes=list(map(_encode_value, operation.writes)),
+            results=list(map(_encode_value, operation.results)),
+        )
+        for operation in program.operations
+    ]
+    workspaces = {name: _copy(WorkspaceData, space) for name, space in program.workspaces.items()}
+    allocations = [_copy(AllocationData, allocation) for allocation in program.allocations]
+    return Rendered(steps, workspaces, allocations, program.function_us, operations)
 
 
-def _encode_step(step: Step) -> StepData:
-    kernel, launch = step.kernel, step.launch
-    return StepData(
-        entry=kernel.entry,
-        source=kernel.source,
-        name=kernel.name,
-        include_dirs=[str(folder) for folder in kernel.include_dirs],
-        block=_encode_extents(kernel.block),
-        dynamic_smem_bytes=int(kernel.dynamic_smem_bytes),
-        phases=list(kernel.phases),
-        requires=kernel.requires,
-        language=kernel.language,
-        binary=kernel.binary,
-        grid=_encode_extents(launch.grid),
-        args=[_encode_argument(argument) for argument in launch.args],
-        early=bool(launch.early),
-        cluster=_encode_extents(launch.cluster),
-        cooperative=bool(launch.cooperative),
-    )
+def _copy(kind: type[_Message], value: Any, **changes: Any) -> Any:
+    """Return a message with the fields of a value that have the same names. changes: other fields."""
+    names = (name for name in kind.__struct_fields__ if name not in changes)
+    return kind(**{name: _make_plain(getattr(value, name)) for name in names}, **changes)
 
 
-def _encode_operation(operation: TensorOperation) -> OperationData:
-    return OperationData(
-        step=operation.step,
-        name=operation.name,
-        args=[_encode_value(value) for value in operation.args],
-        kwargs={name: _encode_value(value) for name, value in operation.kwargs.items()},
-        writes=[_encode_view(view) for view in operation.writes],
-        is_out=operation.is_out,
-        results=[_encode_view(view) for view in operation.results],
-    )
+def _make_plain(value: Any) -> Any:
+    """Return a field of a family's program as a message can hold it: families give NumPy's numbers too."""
+    if isinstance(value, (tuple, list)):
+        return type(value)(map(_make_plain, value))
+    if isinstance(value, np.generic):
+        return value.item()
+    return str(value) if isinstance(value, Path) else value
 
 
-def _encode_view(view: TensorView) -> ViewData:
-    return ViewData(view.buffer, view.dtype, list(view.shape), list(view.strides), view.offset)
-
-
-def _encode_value(value: Any) -> OperationValue:
+def _encode_value(value: Any) -> Any:
     if isinstance(value, TensorView):
-        return _encode_view(value)
+        return _copy(ViewData, value)
     if isinstance(value, TorchConstant):
         return ConstantData(value.name)
-    if isinstance(value, (list, tuple)):
-        return ListData([_encode_value(item) for item in value])
-    encoded: OperationValue = value
-    return encoded
-
-
-def _encode_extents(extents: tuple[int, int, int]) -> tuple[int, int, int]:
-    x, y, z = map(int, extents)
-    return x, y, z
+    return ListData(list(map(_encode_value, value))) if isinstance(value, (list, tuple)) else value
 
 
 def _encode_argument(argument: Argument) -> ArgumentData:
@@ -371,13 +359,12 @@ def _encode_argument(argument: Argument) -> ArgumentData:
     return field
 
 
-def _encode_field(field: Any) -> BufferData | ScalarData | ArrayData | StructData | TensorMapData:
+def _encode_field(field: Any) -> str | ScalarData | ArrayData | StructData | TensorMapData:
     if isinstance(field, TensorMap):
-        sizes = (field.shape, field.strides, field.box)
-        shape, strides, box = ([int(n) for n in values] for values in sizes)
-        return TensorMapData(field.buffer, field.dtype, shape, strides, box, field.swizzle)
+        tensor_map: TensorMapData = _copy(TensorMapData, field)
+        return tensor_map
     if isinstance(field, str):
-        return BufferData(field)
+        return field
     if isinstance(field, Struct):
         return StructData([_encode_field(inner) for inner in field.fields])
     if isinstance(field, (np.generic, np.ndarray)) and field.dtype.name in _DTYPES:
@@ -394,69 +381,57 @@ def decode_program(data: Rendered) -> Program:
     """Decode a program. Raises ValueError for inconsistent values, and for a program that computes nothing."""
     if not data.steps and not data.operations:
         raise ValueError("a program without launches and operations")
-    steps = []
-    for step in data.steps:
-        kernel = KernelSource(
-            entry=step.entry,
-            source=step.source,
-            name=step.name,
-            include_dirs=tuple(map(Path, step.include_dirs)),
-            block=step.block,
-            dynamic_smem_bytes=step.dynamic_smem_bytes,
-            phases=tuple(step.phases),
-            requires=step.requires,
-            language=step.language,
-            binary=step.binary,
-        )
-        arguments = tuple(_decode_argument(argument) for argument in step.args)
-        steps.append(Step(kernel, Launch(step.grid, arguments, step.early, step.cluster, step.cooperative)))
     for name, workspace in data.workspaces.items():
         if workspace.data and len(workspace.data) != workspace.nbytes:
             raise ValueError(f"{name!r} of {workspace.nbytes} bytes begins with {len(workspace.data)}")
-    workspaces = {name: Workspace(w.nbytes, w.zeros, w.data) for name, w in data.workspaces.items()}
-    allocations = tuple(Allocation(a.step, a.buffer, a.offset, a.nbytes) for a in data.allocations)
-    operations = tuple(map(_decode_operation, data.operations))
-    return Program(tuple(steps), workspaces, allocations, data.function_us, operations)
+    program: Program = _decode(data)
+    return program
 
 
-def _decode_operation(data: OperationData) -> TensorOperation:
-    return TensorOperation(
-        step=data.step,
-        name=data.name,
-        args=[_decode_value(value) for value in data.args],
-        kwargs={name: _decode_value(value) for name, value in data.kwargs.items()},
-        writes=tuple(map(_decode_value, data.writes)),
-        is_out=data.is_out,
-        results=tuple(map(_decode_value, data.results)),
-    )
+#: Message -> the class that has its fields.
+_CLASSES: dict[type, type] = {
+    Rendered: Program,
+    StepData: Step,
+    KernelData: KernelSource,
+    LaunchData: Launch,
+    WorkspaceData: Workspace,
+    AllocationData: Allocation,
+    OperationData: TensorOperation,
+    ViewData: TensorView,
+    ConstantData: TorchConstant,
+    TensorMapData: TensorMap,
+    StructData: Struct,
+    PackedData: Packed,
+}
 
 
-def _decode_value(data: OperationValue) -> Any:
-    if isinstance(data, ViewData):
-        if len(data.shape) != len(data.strides):
-            raise ValueError(f"a tensor with {len(data.shape)} extents and {len(data.strides)} strides")
-        return TensorView(data.buffer, data.dtype, tuple(data.shape), tuple(data.strides), data.offset)
-    if isinstance(data, ConstantData):
-        return TorchConstant(data.name)
+def _decode(data: Any) -> Any:
+    if type(data) in _CLASSES:
+        _check(data)
+        values = {name: _decode(getattr(data, name)) for name in data.__struct_fields__}
+        if isinstance(data, KernelData):
+            values["include_dirs"] = tuple(map(Path, data.include_dirs))
+        return _CLASSES[type(data)](**values)
     if isinstance(data, ListData):
-        return [_decode_value(item) for item in data.values]
-    return data
-
-
-def _decode_argument(data: ArgumentData | ArrayData) -> Any:
-    if isinstance(data, BufferData):
-        return data.name
+        return list(map(_decode, data.values))
+    if isinstance(data, list):
+        return tuple(map(_decode, data))
+    if isinstance(data, dict):
+        return {name: _decode(value) for name, value in data.items()}
     if isinstance(data, BytesData):
         return data.data
-    if isinstance(data, PackedData):
-        if any(offset + 8 > len(data.data) for offset, *_ in data.pointers):
-            raise ValueError("an address beyond the bytes that hold it")
-        return Packed(data.data, tuple(data.pointers))
-    if isinstance(data, StructData):
-        return Struct(tuple(map(_decode_argument, data.fields)))
-    if isinstance(data, TensorMapData):
-        shape, strides, box = (tuple(values) for values in (data.shape, data.strides, data.box))
-        return TensorMap(data.buffer, data.dtype, shape, strides, box, data.swizzle)
+    return _decode_number(data) if isinstance(data, (ArrayData, ScalarData)) else data
+
+
+def _check(data: Any) -> None:
+    """Raise ValueError for lengths that do not fit together."""
+    if isinstance(data, ViewData) and len(data.shape) != len(data.strides):
+        raise ValueError(f"a tensor with {len(data.shape)} extents and {len(data.strides)} strides")
+    if isinstance(data, PackedData) and any(offset + 8 > len(data.data) for offset, *_ in data.pointers):
+        raise ValueError("an address beyond the bytes that hold it")
+
+
+def _decode_number(data: ArrayData | ScalarData) -> Any:
     if data.dtype not in _DTYPES:
         raise ValueError(f"the dtype {data.dtype!r}")
     dtype = _DTYPES[data.dtype]
