@@ -11,27 +11,14 @@ from cuda.bindings import driver
 
 from greenfast.device import compiler_process
 from greenfast.judge import record_io
-
-_CRASHING = """
-import os, signal, sys
-sys.path[:] = sys.argv[1:]
-from greenfast.device import nvrtc
-
-def run(job, compiled=nvrtc.run):
-    if "// crash" in job.source:
-        os.kill(os.getpid(), signal.SIGSEGV)
-    return compiled(job)
-
-nvrtc.run = run
-nvrtc.serve()
-"""
+from tests.device.compilers import crash
 
 
 @pytest.fixture
 def crashing_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """NVRTC, in a separate process, crashes on every source that has the comment ``// crash``."""
     fresh = compiler_process._Compiler()
-    monkeypatch.setattr(compiler_process, "_CHILD", _CRASHING)
+    monkeypatch.setattr(compiler_process, "_SERVE", crash)
     monkeypatch.setattr(compiler_process, "_COMPILER", fresh)
     yield
     fresh.close()

@@ -15,32 +15,22 @@ from greenfast.device.compiler import compile_kernel, to_ptx
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import CompileError, MachineError
 from greenfast.spec.kernel import KernelSource
+from tests.device.compilers import end
 from tests.device.processes import is_alive
 
 pytestmark = pytest.mark.usefixtures("cache_folder")
 
 ADA = Target("sm_89")
 SIMPLE = 'extern "C" __global__ void k(float* out) { out[threadIdx.x] = 1.0f; }\n'
-# A program that compiles once, prints its compiler's process id, and goes on as its argument selects. An empty job is
-# interrupted, as from a keyboard, and never ends.
+# A program that compiles once, prints its compiler's process id, and goes on as its argument selects.
 PROGRAM = """
 import os, signal, sys, time
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs start with it ignored
 from greenfast.device import compiler_process, nvrtc
-compiler_process._CHILD = '''
-import os, signal, sys, time
-sys.path[:] = sys.argv[1:]
-from greenfast.device import nvrtc
-def run(job):
-    if not job.source:
-        os.killpg(0, signal.SIGINT)
-        time.sleep(60)
-    return nvrtc.CompilerOutput("NVRTC_SUCCESS", b"", "", job.source)
-nvrtc.run = run
-nvrtc.serve()
-'''
+from tests.device.compilers import interrupt
+compiler_process._SERVE = interrupt
 compiler = compiler_process._COMPILER
-print(compiler_process.run(nvrtc.Job("text", "k.cu", ())).log, compiler._process._child.pid, flush=True)
+print(compiler_process.run(nvrtc.Job("text", "k.cu", ())).log, compiler._process.pid, flush=True)
 if sys.argv[1] == "killed":
     os.kill(os.getpid(), signal.SIGKILL)
 if sys.argv[1] == "forks":
@@ -65,7 +55,7 @@ def source(text: str) -> KernelSource:
 def no_start(monkeypatch: pytest.MonkeyPatch) -> None:
     """Starting a process fails the test."""
     monkeypatch.setattr(compiler_process, "_COMPILER", compiler_process._Compiler())
-    monkeypatch.setattr(compiler_process, "_Process", lambda: pytest.fail("a process is started"))
+    monkeypatch.setattr(compiler_process, "PythonProcess", lambda *_, **__: pytest.fail("a process is started"))
 
 
 @pytest.mark.usefixtures("crashing_compiler")
@@ -112,7 +102,7 @@ def test_one_process_serves_all_compiles_and_reports_the_same_errors() -> None:
         assert said[0] == said[1] != ""
         process = compiler_process._COMPILER._process
         assert process is not None
-        processes.add(process._child.pid)
+        processes.add(process.pid)
     assert len(processes) == 1
 
 
@@ -130,7 +120,7 @@ def test_without_a_process_it_compiles_in_this_one(attribute: str, monkeypatch: 
     if attribute == "executable":
         monkeypatch.setattr(sys, "executable", "/nowhere/python")
     else:
-        monkeypatch.setattr(compiler_process, "_CHILD", "raise SystemExit(1)")
+        monkeypatch.setattr(compiler_process, "_SERVE", end)
     assert compile_kernel(source(SIMPLE), ADA, isolated=True).cubin
     assert compiler_process._COMPILER._process is None
 

@@ -12,10 +12,10 @@ import mmap
 import os
 import pickle
 import struct
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -96,23 +96,19 @@ def _text(get_size: Callable[..., Any], get: Callable[..., Any], program: Any) -
     return _bytes(get_size, get, program).decode(errors="replace").replace("\0", "")
 
 
-def serve() -> None:
-    """Child process: report that it started, then answer each Job on standard input until that closes.
+def serve(connection: Connection) -> None:
+    """Child process: report that it started by None, then answer each Job until the connection closes.
 
-    An answer is an Output, or the text of an error. Messages both ways are pickled; anything that the compiler prints
-    goes to standard error.
+    An answer is a CompilerOutput, or the text of an error. Anything that the compiler prints goes to standard error.
     """
-    jobs, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     fix_clock(toolchain.nvrtc_library())  # the library is loaded before a job is confined
     nvrtc.nvrtcVersion()
-    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     answer: CompilerOutput | str | None = None
     while True:
         try:
-            pickle.dump(answer, answers)
-            answers.flush()
-            job = pickle.load(jobs)
+            connection.send(answer)
+            job = connection.recv()
         except (EOFError, BrokenPipeError):
             os._exit(0)  # the parent has exited or closed the pipe
         answer = _answer(job) if job.readable is None else _confined(job)
@@ -155,13 +151,6 @@ def _relative(job: Job) -> Job:
         return job
     os.chdir(job.folders[0])
     return replace(job, folders=tuple(os.path.relpath(folder, job.folders[0]) for folder in job.folders))
-
-
-def _end_with(parent: int) -> None:
-    """End this process with its parent: during a long compile the closed pipe is not noticed."""
-    while os.getppid() == parent:
-        time.sleep(1)
-    os._exit(0)
 
 
 #: Midnight local time of this day is the compiler's time: "Jan  2 1970" and "00:00:00" in every time zone.

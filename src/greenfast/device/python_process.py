@@ -19,7 +19,7 @@ import sys
 import tempfile
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection, Pipe
 from typing import Any
 
@@ -106,8 +106,18 @@ class PythonProcess:
     connection: raises EOFError or OSError once the process has ended.
     """
 
-    def __init__(self, function: Any, *arguments: Any, in_current_folder: bool = False) -> None:
-        """Start it. in_current_folder: it runs in the current folder and may import from there, after all others."""
+    def __init__(
+        self,
+        function: Any,
+        *arguments: Any,
+        in_current_folder: bool = False,
+        variables: Mapping[str, str] | None = None,
+    ) -> None:
+        """Start it.
+
+        in_current_folder: it runs in the current folder and may import from there, after all others. variables: its
+        environment, by default this process's.
+        """
         self.connection, theirs = Pipe()
         path = module_path(current_last=in_current_folder, needed=(function, *arguments))
         folder = os.getcwd() if in_current_folder else empty_folder()
@@ -117,12 +127,13 @@ class PythonProcess:
                     isolated(_CHILD, str(theirs.fileno()), folder, *path),
                     stdin=subprocess.DEVNULL,
                     cwd=empty_folder(),
-                    env=environment(),
+                    env=environment() if variables is None else variables,
                     pass_fds=(theirs.fileno(),),
                 )
         finally:
             theirs.close()
-        self._finalizer = weakref.finalize(self, _end, self._process, self.connection)
+        self._owner = os.getpid()
+        self._finalizer = weakref.finalize(self, _end, self._owner, self._process, self.connection)
         with contextlib.suppress(OSError):  # it has ended already; the first answer shows this
             self.connection.send((function, arguments))
 
@@ -131,7 +142,11 @@ class PythonProcess:
         """The number of the process."""
         return self._process.pid
 
-    def exit_code(self, seconds: float) -> int | None:
+    def is_running(self) -> bool:
+        """Return whether it runs, and was not inherited through a fork: its connection then belongs to the parent."""
+        return self._owner == os.getpid() and self._process.poll() is None
+
+    def exit_code(self, seconds: float | None) -> int | None:
         """Wait for the process to end; return its exit code, a negative signal number, or None if it still runs."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(seconds)
@@ -142,10 +157,21 @@ class PythonProcess:
         self._finalizer()
 
 
-def _end(process: subprocess.Popen[bytes], connection: Connection) -> None:
+def _end(owner: int, process: subprocess.Popen[bytes], connection: Connection) -> None:
     connection.close()
-    process.kill()
-    process.wait()
+    if owner == os.getpid():
+        process.kill()
+        process.wait()
+
+
+def describe_exit(code: int | None) -> str:
+    """Return the name of the signal that ended a process, else its exit code in words."""
+    if code is None or code >= 0:
+        return f"exit code {code}"
+    try:
+        return signal.Signals(-code).name
+    except ValueError:
+        return f"signal {-code}"
 
 
 def main(fd: int, folder: str) -> None:

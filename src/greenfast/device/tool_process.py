@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from greenfast.device import sandbox
+from greenfast.device.python_process import describe_exit
 
 #: Bytes that a tool may write to a file, and print.
 OUTPUT_BYTES = 256 << 20
@@ -89,11 +90,8 @@ def run_tool(
     if code == -signal.SIGXCPU:
         raise ToolError(f"used more than {seconds} s of processor time")
     if code < 0:
-        with contextlib.suppress(ValueError):
-            raise ToolError(
-                f"crashed ({signal.Signals(-code).name}); it may use {memory_bytes >> 20} MiB of memory for this input"
-            )
-        raise ToolError(f"crashed (signal {-code})")
+        allowed = f"it may use {memory_bytes >> 20} MiB of memory for this input"
+        raise ToolError(f"crashed ({describe_exit(code)}); {allowed}")
     return ended
 
 

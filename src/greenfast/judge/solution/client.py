@@ -22,7 +22,7 @@ from typing import IO, Any
 
 import msgspec
 
-from greenfast.device.python_process import isolated, module_path
+from greenfast.device.python_process import describe_exit, isolated, module_path
 from greenfast.device.sandbox import BY_CGROUP, DATA_BYTES, PROCESSES, remove_cgroup
 from greenfast.judge.solution.messages import (
     MAX_MESSAGE,
@@ -330,11 +330,7 @@ class SolutionProcess:
             code = self._child.wait(5)
         except subprocess.TimeoutExpired:
             return "it closed its pipe"
-        if code >= 0:
-            return f"its process ended with exit code {code}"
-        with contextlib.suppress(ValueError):
-            return f"its process was ended by {signal.Signals(-code).name}"
-        return f"its process was ended by signal {-code}"
+        return f"its process {'ended with' if code >= 0 else 'was ended by'} {describe_exit(code)}"
 
     def _ended(self, how: str) -> SolutionError:
         """Kill the process and return the error for it, with the last lines that it printed."""
