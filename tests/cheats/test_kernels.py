@@ -14,7 +14,7 @@ from greenfast.device.compiler import compile_kernel
 from greenfast.judge.record_schema import Record
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import CompileError
-from greenfast.spec.kernel import KernelSource
+from greenfast.spec.kernel import KernelSource, render_program
 from tests.cheats.cheats import CHEATS, FAILURES, TASK, UNLAUNCHABLE, doubling
 from tests.cheats.doubling.family import KERNELS
 
@@ -23,7 +23,9 @@ RUNGS = {rung.name: rung for rung in CONFIG.rungs}
 
 
 def render(name: str) -> KernelSource:
-    return doubling().family.kernel(CONFIG.rung_variant(RUNGS[name]).values, "fp32", CONFIG.shape("even").dims)
+    values = CONFIG.rung_variant(RUNGS[name]).values
+    (step,) = render_program(doubling().family, values, "fp32", CONFIG.shape("even").dims).steps
+    return step.kernel
 
 
 def static_gates(name: str, out: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, Record]:
