@@ -126,7 +126,7 @@ def test_a_side_holds_every_launch_by_a_name_of_its_own() -> None:
     shape = Shape(name="one", dims={"N": N})
     side = build_side("candidate", NormFamily(), Variant("norm", ()), "fp32", [shape], TARGET)  # type: ignore[arg-type]
     assert [kernel.source.entry for _, kernel in side.distinct] == ["square", "sum"]
-    facts = side.programs["one"].facts("one", shape.dims)
+    facts = side.programs["one"].name_launches("one", shape.dims)
     assert {name: kernel.source.entry for name, (kernel, _) in facts.items()} == {
         "one launch 0": "square",
         "one launch 1": "sum",

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from greenfast.judge.cached_timing import load_records, load_required_records
-from greenfast.judge.record_io import records_below
+from greenfast.judge.record_io import load_records, load_required_records, records_below
 from greenfast.judge.record_schema import Record
 from greenfast.judge.store import to_json
 from greenfast.spec.errors import MachineError, UsageError

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from greenfast.judge.cached_timing import load_records
-from greenfast.judge.record_io import INDEX, RECORD, read_content, read_record, records_below
+from greenfast.judge.record_io import INDEX, RECORD, load_records, read_content, read_record, records_below
 from greenfast.judge.store import read_json, unpack
 from greenfast.spec.errors import UsageError
 from scripts.kept_records import pack, render_index, render_record, split

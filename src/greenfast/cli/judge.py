@@ -21,7 +21,7 @@ from greenfast.judge.record_schema import Record
 from greenfast.judge.report import formatting
 from greenfast.judge.report.junit import junit, junit_error
 from greenfast.judge.report.markdown import short_form
-from greenfast.judge.request import add_check_plan, is_partial, read_request
+from greenfast.judge.request import add_check_plan, read_request
 from greenfast.judge.store import check_output_file, write_whole
 from greenfast.judge.subject import find_subject, load_implementations
 from greenfast.judge.task import LoadedTask
@@ -103,9 +103,8 @@ def _judge(args: argparse.Namespace) -> _Verdict:
         outcome = validate(
             request, baseline, candidate, console, required=args.speedup, profile=not args.no_profile, kept=kept
         )
-    partial = (chosen or args.exam_seed is not None) and is_partial(request, candidate.rung)
     notes = [*([note] if note else []), *(f"  - not judged: {part}" for part in task.config.left_out)]
-    return _Verdict(outcome, task, exit_code(outcome.record, required, partial), "\n".join(notes))
+    return _Verdict(outcome, task, exit_code(outcome.record, required, request.is_partial), "\n".join(notes))
 
 
 def _write_outputs(args: argparse.Namespace, verdict: _Verdict) -> None:

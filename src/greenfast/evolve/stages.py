@@ -270,7 +270,7 @@ def hash_programs(side: BuiltSide, dims: Mapping[str, Mapping[str, int]]) -> str
     for shape, program in sorted(side.programs.items()):
         for name, space in sorted(program.program.workspaces.items()):
             digest.update(msgspec.json.encode((name, space.nbytes, space.zeros, space.data)))
-        launches = program.facts(shape, dims[shape]).items()
+        launches = program.name_launches(shape, dims[shape]).items()
         for step, (name, (kernel, facts)) in zip(program.program.steps, launches, strict=True):
             # The facts number buffers by first use, so they do not change if input and output are swapped.
             buffers = [buffer for argument in step.launch.args for buffer in find_buffers(argument)]

@@ -7,43 +7,32 @@ PERFORMANCE: a failed PERFORMANCE is reused too. The age does not matter; the re
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-
-import msgspec
 
 from greenfast.judge.gates.performance import build_cached_performance, gated_shapes, judge_again
 from greenfast.judge.implementation import BASELINE, CANDIDATE
 from greenfast.judge.pipeline import GateRun, pending
-from greenfast.judge.record_io import RECORD, check_freshness, compare_build, compare_launch, read_record, record_files
+from greenfast.judge.record_io import (
+    RECORD,
+    StoredRecord,
+    check_freshness,
+    compare_build,
+    compare_launch,
+    load_records,
+    load_required_records,
+)
 from greenfast.judge.record_schema import FIRST_GATES, Build, CachedTiming, GateResult, Record, Side, TimingRow
 from greenfast.judge.request import Request
 from greenfast.judge.task import Timing
 from greenfast.judge.timing.interleaved import METHOD, WARM
 from greenfast.spec.arch import Target
-from greenfast.spec.errors import UsageError
 from greenfast.spec.freshness import CURRENT, STALE, worst
 from greenfast.spec.problem import NORMAL, build_case
 
 EVIDENCE = "evidence"
 _TASKS = "tasks"
-
-
-class _Kind(msgspec.Struct):
-    kind: str = ""
-    task: str = ""
-
-
-@dataclass(frozen=True)
-class StoredRecord:
-    """The record of a comparison on a GPU, with the path and the SHA-256 of its file."""
-
-    path: str
-    sha256: str
-    record: Record
 
 
 def find_evidence_folders(task_folder: Path) -> list[Path]:
@@ -56,34 +45,6 @@ def find_evidence_folders(task_folder: Path) -> list[Path]:
     if folder.parent.name == _TASKS:
         folders.append(folder.parent.parent / EVIDENCE)
     return [path for path in folders if path.is_dir()]
-
-
-def load_records(
-    folder: Path, skipped: Callable[[str], None] = lambda reason: None, *, task: str = ""
-) -> list[StoredRecord]:
-    """Load the comparisons on a GPU below an evidence folder. Skip files that are unreadable or were edited.
-
-    skipped: receives the reason for each skipped file. task: only of this task.
-    """
-    records = []
-    for file in record_files(folder):
-        try:
-            records += _load_comparison(file, (Path(folder.name) / file.relative_to(folder)).as_posix(), task)
-        except UsageError as e:  # Another version, or an edited or damaged file.
-            skipped(f"not quoted: {e}")
-    return records
-
-
-def load_required_records(path: Path) -> list[StoredRecord]:
-    """Load the comparisons on a GPU from a file, a run's folder, or all runs below a folder.
-
-    Raises UsageError if there are none, or if a file cannot be read.
-    """
-    files = record_files(path) if path.is_dir() else [path]
-    records = [record for file in files for record in _load_comparison(file, str(file))]
-    if not records:
-        raise UsageError(f"--quote {path}: no {RECORD} there holds a comparison measured on a GPU")
-    return records
 
 
 def load_kept_records(
@@ -120,18 +81,6 @@ def use_recorded_target(request: Request, kept: Sequence[StoredRecord], baseline
         return request
     newest = max(records, key=lambda record: record.created)
     return replace(request, target=Target.parse(newest.arch))
-
-
-def _load_comparison(file: Path, shown: str, task: str = "") -> list[StoredRecord]:
-    with contextlib.suppress(OSError, msgspec.MsgspecError):  # read_record reports the error
-        head = msgspec.json.decode(file.read_bytes(), type=_Kind)
-        # Others are of one implementation alone, or a benchmark.
-        if head.kind not in ("", "comparison") or (task and head.task != task):
-            return []
-    record = read_record(file)
-    if not isinstance(record, Record) or record.device is None or record.device.kind != "gpu" or not record.speedups:
-        return []
-    return [StoredRecord(shown, hashlib.sha256(file.read_bytes()).hexdigest(), record)]
 
 
 def reuse_cached_timing(run: GateRun, kept: Sequence[StoredRecord], reason: str) -> GateResult:
@@ -241,7 +190,7 @@ def _compare_kernels(role: str, side: Side, run: GateRun) -> list[str]:
         name: launched
         for shape, program in built.programs.items()
         if shape in timed  # _compare_inputs reports the shapes that were not timed.
-        for name, launched in program.facts(shape, dims[shape]).items()
+        for name, launched in program.name_launches(shape, dims[shape]).items()
     }
     for name, (kernel, facts) in launches.items():
         build = _find_build(side, name)

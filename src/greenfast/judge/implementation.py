@@ -159,7 +159,7 @@ class BuiltProgram:
         steps = tuple(zip(map(build_image, self.kernels), plans, strict=True))
         return Executable(steps, self.program.workspaces, self.program.allocations, self.program.operations)
 
-    def facts(self, shape: str, dims: Mapping[str, int]) -> dict[str, tuple[CompiledKernel, LaunchFacts]]:
+    def name_launches(self, shape: str, dims: Mapping[str, int]) -> dict[str, tuple[CompiledKernel, LaunchFacts]]:
         """Return each launch with its kernel, by the launch's name in records."""
         names = list_launches(self.program, shape, dims).items()
         return {name: (kernel, facts) for kernel, (name, (_, facts)) in zip(self.kernels, names, strict=True)}

@@ -36,7 +36,7 @@ from greenfast.judge.record_schema import (
 )
 from greenfast.judge.report.formatting import Section
 from greenfast.judge.request import ProgressListener, Request, git_state, now, package_versions
-from greenfast.judge.task import ErrorGate, KernelErrorGate, Variant
+from greenfast.judge.task import Variant
 from greenfast.spec.facts import KernelCounts
 from greenfast.spec.problem import least_work
 
@@ -90,17 +90,6 @@ def _conclude_row(target: str, actual: str, status: Status) -> Status:
 def pending(gate: str, reason: str) -> GateResult:
     """Return the result of a gate that could not run."""
     return GateResult(gate=gate, status="PENDING", summary=reason)
-
-
-def make_limits(error: ErrorGate, kernel: KernelErrorGate) -> Limits:
-    """Return the limits of a case in the form of a record."""
-    return Limits(
-        max_abs_err=error.max_abs_err,
-        mean_abs_err=error.mean_abs_err,
-        pct_bad=error.pct_bad,
-        relative_error=kernel.relative_error,
-        bound_factor=kernel.bound_factor,
-    )
 
 
 @dataclass
@@ -195,13 +184,6 @@ class GateRun:
                 state = "failed" if first.status == "FAIL" else "is pending"
                 self.add(pending(gate.name, f"not asked: {first.gate} {state}"))
 
-    def own_gates(self) -> dict[str, KernelErrorGate]:
-        """Return the kernel-error gates by role, for rungs that define their own."""
-        asked = {
-            role: implementation.requirements.kernel_error for role, implementation in self.implementations.items()
-        }
-        return {role: gate for role, gate in asked.items() if gate is not None}
-
     def cannot_run(self) -> str | None:
         """Return the reason why a kernel cannot run on the chosen device, or None if all can."""
         if reason := self.request.cannot_run():
@@ -236,9 +218,8 @@ class GateRun:
         )
 
     def _limits(self, role: str) -> dict[str, Limits]:
-        gates = self.request.task.config.gates(self.request.format)
-        kernel = self.own_gates().get(role, gates.kernel_error)
-        return {shape.name: make_limits(gates.error_for(shape.dims), kernel) for shape in self.request.built_shapes}
+        gates, own = self.request.gates, self.implementations[role].requirements.kernel_error
+        return {shape.name: gates.select(shape.dims, own).limits for shape in self.request.built_shapes}
 
     def facts(self) -> dict[str, Any]:
         """Return the fields that all records share, by name."""
@@ -294,7 +275,7 @@ class GateRun:
                 launches={
                     name: facts
                     for shape, program in side.programs.items()
-                    for name, (other, facts) in program.facts(shape, dims[shape]).items()
+                    for name, (other, facts) in program.name_launches(shape, dims[shape]).items()
                     if other.kernel_hash == k.kernel_hash
                 },
             )

@@ -19,6 +19,7 @@ keeps their machine code edits the index and no record.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import hashlib
 import itertools
@@ -26,8 +27,8 @@ import json
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple, TypeVar, get_args
@@ -493,6 +494,60 @@ def read_run(run: Path, kinds: Any) -> Any:
     return resolve_aliases(conclude_content(record, content, path), record.task)
 
 
+class _Kind(msgspec.Struct):
+    kind: str = ""
+    task: str = ""
+
+
+@dataclass(frozen=True)
+class StoredRecord:
+    """The record of a comparison on a GPU, with the path and the SHA-256 of its file."""
+
+    path: str
+    sha256: str
+    record: Record
+
+
+def load_records(
+    folder: Path, skipped: Callable[[str], None] = lambda reason: None, *, task: str = ""
+) -> list[StoredRecord]:
+    """Load the comparisons on a GPU below an evidence folder. Skip files that are unreadable or were edited.
+
+    skipped: receives the reason for each skipped file. task: only of this task.
+    """
+    records = []
+    for file in record_files(folder):
+        try:
+            records += _load_comparison(file, (Path(folder.name) / file.relative_to(folder)).as_posix(), task)
+        except UsageError as e:  # Another version, or an edited or damaged file.
+            skipped(f"not quoted: {e}")
+    return records
+
+
+def load_required_records(path: Path) -> list[StoredRecord]:
+    """Load the comparisons on a GPU from a file, a run's folder, or all runs below a folder.
+
+    Raises UsageError if there are none, or if a file cannot be read.
+    """
+    files = record_files(path) if path.is_dir() else [path]
+    records = [record for file in files for record in _load_comparison(file, str(file))]
+    if not records:
+        raise UsageError(f"--quote {path}: no {RECORD} there holds a comparison measured on a GPU")
+    return records
+
+
+def _load_comparison(file: Path, shown: str, task: str = "") -> list[StoredRecord]:
+    with contextlib.suppress(OSError, msgspec.MsgspecError):  # read_record reports the error
+        head = msgspec.json.decode(file.read_bytes(), type=_Kind)
+        # Others are of one implementation alone, or a benchmark.
+        if head.kind not in ("", "comparison") or (task and head.task != task):
+            return []
+    record = read_record(file)
+    if not isinstance(record, Record) or record.device is None or record.device.kind != "gpu" or not record.speedups:
+        return []
+    return [StoredRecord(shown, hashlib.sha256(file.read_bytes()).hexdigest(), record)]
+
+
 def record_schema(kinds: Any = Record | BenchRecord | PhaseRecord) -> dict[str, Any]:
     """Return the JSON Schema of record files. kinds: the union of their types."""
     schema: dict[str, Any] = msgspec.json.schema(kinds)
@@ -608,9 +663,9 @@ def _compare_demands(record: Run) -> Iterator[Freshness]:
         rung = rungs.get(side.variant) if side.solution is None else None
         own = config.solutions.kernel_error if side.solution else rung.kernel_error if rung else None
         for row in side.correctness:
-            then, error, kernel = side.limits.get(row.shape), gates.error_for(row.dims), own or gates.kernel_error
+            then, now = side.limits.get(row.shape), gates.select(row.dims, own).limits
             for name in then.__struct_fields__ if then is not None else ():
-                today = getattr(kernel if hasattr(kernel, name) else error, name)
+                today = getattr(now, name)
                 if getattr(then, name) > today:
                     yield Freshness(
                         STALE, (f"it allowed the {role} {name} {getattr(then, name):g}, the task allows {today:g}",)

@@ -29,7 +29,7 @@ from greenfast.judge.check_plan import (
 )
 from greenfast.judge.emulator_session import EmulatorSession
 from greenfast.judge.record_schema import GateResult, GitState
-from greenfast.judge.task import LoadedTask, Rung, Shape, Timing
+from greenfast.judge.task import FormatGates, LoadedTask, Rung, Shape, Timing
 from greenfast.kernels import KERNEL_DIR
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import MachineError, UsageError
@@ -57,11 +57,13 @@ def read_git_state(folder: Path) -> GitState:
     """Return the commit of the repository that a folder is in; "unknown" if it is in none or there is no git."""
 
     def git(*args: str) -> str | None:
+        command = ["git", *args]
         try:
-            done = subprocess.run(["git", *args], cwd=folder, capture_output=True, text=True, timeout=10)
-        except (OSError, subprocess.TimeoutExpired):
+            return subprocess.check_output(
+                command, cwd=folder, stderr=subprocess.DEVNULL, text=True, timeout=10
+            ).strip()
+        except (OSError, subprocess.SubprocessError):
             return None
-        return done.stdout.strip() if done.returncode == 0 else None
 
     sha = git("rev-parse", "HEAD")
     if sha is None:
@@ -173,6 +175,8 @@ class Request:
     shapes, seeds: the timed cases; without a check plan, also the cases of CORRECTNESS.
     ordinal: the number of the GPU, the emulator's name, or None.
     check_plan: the cases of CORRECTNESS (see ``add_check_plan``); None for a run without a decision.
+    is_partial: True if options left out a part of the check plan. Without options, a run on a GPU has all shapes of the
+        candidate's rung, any other run has the task's default shapes.
     start_worker: starts the process that runs kernels; None for a new one on the device. With it, neither the emulator
         nor the memory check runs beside a GPU.
     builds_plan: True to build for all shapes of the check plan, also those that are not timed.
@@ -190,6 +194,7 @@ class Request:
     out: Path
     command: str
     check_plan: CheckPlan | None = None
+    is_partial: bool = False
     start_worker: Callable[[], Worker] | None = None
     builds_plan: bool = False
 
@@ -206,6 +211,11 @@ class Request:
         task_seeds = self.task.config.seeds
         timed = [CasePlan(s, n, randomized=n not in task_seeds) for s in self.shapes for n in timed_seeds(self.seeds)]
         return (*planned, *(plan for plan in timed if (plan.shape.name, plan.seed) not in covered))
+
+    @property
+    def gates(self) -> FormatGates:
+        """The correctness gates of the format."""
+        return self.task.config.gates(self.format)
 
     @property
     def built_shapes(self) -> list[Shape]:
@@ -347,12 +357,13 @@ def add_check_plan(
     Raises UsageError as ``build_check_plan`` does.
     """
     config = request.task.config
-    public = chosen if public is None else public
+    by_options, public = chosen or seed is not None, chosen if public is None else public
     can_run, emulated = request.cannot_run() is None, isinstance(request.ordinal, str)
-    named_shapes = request.shapes
+    named_shapes, all_shapes = request.shapes, select_shapes(config, rung)
+    usual = {shape.name for shape in all_shapes} if can_run and not emulated else {*config.defaults.shapes}
     if not chosen and can_run and not emulated:
-        request = replace(request, shapes=select_shapes(config, rung))
-    has_all_shapes = not chosen or all(shape in request.shapes for shape in select_shapes(config, rung))
+        request = replace(request, shapes=all_shapes)
+    has_all_shapes = not chosen or all(shape in request.shapes for shape in all_shapes)
     draws, secret = has_all_shapes or seed is not None, seed is None and not public
     if seed is None and can_run and (has_all_shapes or not public):
         seed = draw_seed()
@@ -372,16 +383,6 @@ def add_check_plan(
         draws=draws,
         secret=secret,
     )
-    return replace(request, check_plan=check_plan)
-
-
-def is_partial(request: Request, rung: Rung | None) -> bool:
-    """Return True if the request has fewer cases than a run without ``--shapes`` and ``--seeds`` on this device.
-
-    On the emulator such a run has the task's default shapes, on a GPU all shapes of the candidate's rung.
-    """
-    config, plan = request.task.config, request.check_plan
-    other = [part for part in (plan.missing if plan else ()) if not part.endswith(" shapes")]
-    emulated = isinstance(request.ordinal, str) or request.cannot_run() is not None
-    usual = set(config.defaults.shapes) if emulated else {s.name for s in select_shapes(config, rung)}
-    return bool(other) or not usual <= {shape.name for shape in request.shapes}
+    lacks_cases = not usual <= {shape.name for shape in request.shapes}
+    lacks_more = any(not part.endswith(" shapes") for part in check_plan.missing)
+    return replace(request, check_plan=check_plan, is_partial=by_options and (lacks_cases or lacks_more))

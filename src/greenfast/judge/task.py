@@ -21,6 +21,7 @@ from typing import Annotated, Literal, cast, get_args
 import msgspec
 from msgspec import Meta
 
+from greenfast.judge.record_schema import Limits
 from greenfast.judge.solution.client import RemoteFamily
 from greenfast.judge.solution.schema import SolutionConfig
 from greenfast.judge.store import decode
@@ -182,9 +183,32 @@ class FormatGates(_Strict, frozen=True, kw_only=True):
     error_where: list[ErrorWhere] = []
     kernel_error: KernelErrorGate
 
-    def error_for(self, dims: dict[str, int]) -> ErrorGate:
-        """Return the first gate of ``error_where`` that matches these dimensions, else ``error``."""
-        return next((gate for gate in self.error_where if gate.when.items() <= dims.items()), self.error)
+    def select(self, dims: dict[str, int], own: KernelErrorGate | None = None) -> CaseGates:
+        """Return the gates of a case: the first one of ``error_where`` that matches its dimensions, else ``error``.
+
+        own: replaces ``kernel_error``, for an implementation with its own gate.
+        """
+        error = next((gate for gate in self.error_where if gate.when.items() <= dims.items()), self.error)
+        return CaseGates(error, own or self.kernel_error)
+
+
+@dataclass(frozen=True)
+class CaseGates:
+    """The gates of a case: on the error against the unquantized reference, and on the kernel's own error."""
+
+    error: ErrorGate
+    kernel_error: KernelErrorGate
+
+    @property
+    def limits(self) -> Limits:
+        """The limits in the form of a record."""
+        return Limits(
+            max_abs_err=self.error.max_abs_err,
+            mean_abs_err=self.error.mean_abs_err,
+            pct_bad=self.error.pct_bad,
+            relative_error=self.kernel_error.relative_error,
+            bound_factor=self.kernel_error.bound_factor,
+        )
 
 
 class Solutions(_Strict, frozen=True, kw_only=True):

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import msgspec
 
-from greenfast.judge.cached_timing import StoredRecord, covers_missing_cases, reuse_cached_timing
+from greenfast.judge.cached_timing import covers_missing_cases, reuse_cached_timing
 from greenfast.judge.gates.performance import find_claim
 from greenfast.judge.gates.registry import GATES
 from greenfast.judge.implementation import BASELINE, CANDIDATE, BuiltSide, Implementation
 from greenfast.judge.pipeline import GateRun
 from greenfast.judge.profiling import profile_candidate
-from greenfast.judge.record_io import PLOT, RECORD, REPORT, decide, sealed_json, side_files
+from greenfast.judge.record_io import PLOT, RECORD, REPORT, StoredRecord, decide, sealed_json, side_files
 from greenfast.judge.record_schema import CorrectnessRow, PlanCoverage, Record
 from greenfast.judge.report.compare import compare_markdown, compare_timings
 from greenfast.judge.report.markdown import report

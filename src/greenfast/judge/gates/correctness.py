@@ -39,7 +39,7 @@ from greenfast.judge.gates.sensitivity import (
     split_outputs,
 )
 from greenfast.judge.implementation import BuiltSide
-from greenfast.judge.pipeline import CorrectnessOutcome, Gate, GateRun, conclude_checks, make_limits, pending
+from greenfast.judge.pipeline import CorrectnessOutcome, Gate, GateRun, conclude_checks, pending
 from greenfast.judge.record_schema import (
     NOT_RUN,
     OBSERVED_GATES,
@@ -55,7 +55,7 @@ from greenfast.judge.record_schema import (
 )
 from greenfast.judge.report import facts, formatting
 from greenfast.judge.report.formatting import Section
-from greenfast.judge.task import ErrorGate, FormatGates, KernelErrorGate, Shape
+from greenfast.judge.task import CaseGates, FormatGates, KernelErrorGate, Shape
 from greenfast.spec.errors import UsageError
 from greenfast.spec.kernel import PHASE_BUFFER
 from greenfast.spec.problem import NORMAL, Case, Problem, References, build_case, build_references
@@ -93,8 +93,8 @@ def _check(run: GateRun) -> GateResult:
         request.task.problem,
         request.case_plans,
         request.format,
-        request.task.config.gates(request.format),
-        run.own_gates(),
+        request.gates,
+        {role: one.requirements.kernel_error for role, one in run.implementations.items()},
         request.make_worker,
         run.progress("CORRECTNESS"),
         emulated=_emulate(run),
@@ -120,7 +120,7 @@ def check_cases(
     case_plans: Sequence[CasePlan],
     fmt: str,
     gates: FormatGates,
-    own_gates: Mapping[str, KernelErrorGate],
+    own_gates: Mapping[str, KernelErrorGate | None],
     make_worker: Callable[[], Worker],
     progress: Callable[[float, str], None],
     *,
@@ -134,7 +134,7 @@ def check_cases(
     An implementation stops after a case that ended its process. A case that the device cannot run is not the kernel's
     fault: the gate is PENDING, or FAIL if another case was wrong.
 
-    own_gates: by role, the kernel-error gate of an implementation if its rung defines one.
+    own_gates: by role, the kernel-error gate that an implementation's rung defines, or None.
     emulated: cases that the emulator runs at the same time.
     memory: the memory check on the GPU. An implementation that neither of the two could check is listed in the result's
         ``unchecked``.
@@ -285,7 +285,7 @@ class _Checked:
     problem: Problem
     fmt: str
     gates: FormatGates
-    own_gates: Mapping[str, KernelErrorGate]
+    own_gates: Mapping[str, KernelErrorGate | None]
 
     def row(
         self,
@@ -313,9 +313,8 @@ class _Checked:
         if decoded is not None and alternative is not None:
             closest = select_closest_reference(decoded, alternative, references.exact)
             references = replace(references, full=closest, exact=closest)
-        kernel_gate = self.own_gates.get(role, self.gates.kernel_error)
-        gate = self.gates.error_for(case_plan.shape.dims)
-        return _row(case_plan, case, references, gate, kernel_gate, result, decoded), decoded
+        gates = self.gates.select(case_plan.shape.dims, self.own_gates.get(role))
+        return _row(case_plan, case, references, gates, result, decoded), decoded
 
     def settle(
         self,
@@ -357,21 +356,22 @@ class _Checked:
         self, case_plan: CasePlan, case: Case, references: References, other: NDArray[np.float64] | None
     ) -> list[str]:
         """Return the names of the trivial answers that pass, including those with a single wrong output."""
-        gate = self.gates.error_for(case_plan.shape.dims)
-        kernel_gates = [self.gates.kernel_error, *self.own_gates.values()]
+        dims = case_plan.shape.dims
+        all_gates = [self.gates.select(dims, own) for own in dict.fromkeys((None, *self.own_gates.values()))]
         passing: list[str] = []
         format_error = None
         for name, answer in generate_trivial_answers(case, references, other):
             if np.array_equal(answer, references.exact):  # It is the right answer, such as 1 for softmax of one number.
                 continue
-            for kernel_gate in kernel_gates:
+            for gates in all_gates:
+                kernel_gate, bad_abs_err = gates.kernel_error, gates.error.bad_abs_err
                 if is_far(answer, references, references.get_bound(kernel_gate.rounding), kernel_gate.bound_factor):
                     continue
-                format_error = format_error or error_stats(references.exact, references.full, gate.bad_abs_err)
-                measured = _measure(references, gate, kernel_gate, answer) | {"elements": answer.size}
+                format_error = format_error or error_stats(references.exact, references.full, bad_abs_err)
+                measured = _measure(references, gates, answer) | {"elements": answer.size}
                 row = _make_row(case_plan, case, format_error, gates={"repeat_pass": True}, **measured)
-                gates = judge_row(row, make_limits(gate, kernel_gate))
-                if all(gates.get(gate_name, True) for gate_name in _VALUE_GATES):
+                held = judge_row(row, gates.limits)
+                if all(held.get(gate_name, True) for gate_name in _VALUE_GATES):
                     passing.append(name)
                     break
         return list(dict.fromkeys(passing))
@@ -392,15 +392,14 @@ class _Checked:
                 f"{case_plan}: CORRECTNESS cannot check all outputs: {dropped}; a kernel could write anything there. "
                 "Let decode return them and references their values, or declare no output that is not compared"
             )
-        kernel_gate = self.own_gates.get(role, self.gates.kernel_error)
-        gate = self.gates.error_for(case_plan.shape.dims)
+        gates = self.gates.select(case_plan.shape.dims, self.own_gates.get(role))
 
         def passes(outputs: dict[str, NDArray[Any]]) -> bool:
             with np.errstate(all="ignore"):
                 values = self.problem.decode(outputs, self.fmt)
             if values.shape != decoded.shape or not np.isfinite(values).all() or np.array_equal(values, decoded):
                 return False
-            return _row(case_plan, case, references, gate, kernel_gate, replace(result, outputs=outputs), values).passed
+            return _row(case_plan, case, references, gates, replace(result, outputs=outputs), values).passed
 
         for name, variants in fill_outputs(result.outputs):
             if all(map(passes, variants)):
@@ -440,8 +439,7 @@ def _row(
     case_plan: CasePlan,
     case: Case,
     references: References,
-    gate: ErrorGate,
-    kernel_gate: KernelErrorGate,
+    gates: CaseGates,
     result: RunResult | WorkerError,
     decoded: NDArray[np.float64] | None,
 ) -> CorrectnessRow:
@@ -450,7 +448,7 @@ def _row(
     A kernel that did not run or wrote NaN fails and has no error statistics. If the device cannot run the case, the row
     has no gates.
     """
-    format_error = error_stats(references.exact, references.full, gate.bad_abs_err)
+    format_error = error_stats(references.exact, references.full, gates.error.bad_abs_err)
     measured: dict[str, Any] = {}
     held: dict[str, bool] = {}
     notes = [str(result)] if isinstance(result, WorkerError) else [*result.violations, *result.notes]
@@ -462,8 +460,8 @@ def _row(
         held |= {"memory_pass": not result.violations, "repeat_pass": result.repeatable}
         if not result.repeatable:
             notes.append(f"{REPEATS} runs on the same input gave different bits (a race?)")
-        bound = references.get_bound(kernel_gate.rounding)
-        compared = (decoded, references.exact, kernel_gate.bound_factor * bound, result.outputs)
+        bound = references.get_bound(gates.kernel_error.rounding)
+        compared = (decoded, references.exact, gates.kernel_error.bound_factor * bound, result.outputs)
         worst = worst_element(*compared)
         measured |= {"worst": worst, "elements": decoded.size}
         if worst is not None and worst.wrong:
@@ -472,14 +470,14 @@ def _row(
         if bad_elements:
             notes.append(f"{bad_elements} of {decoded.size} output elements are not finite or were never written")
         else:
-            measured |= _measure(references, gate, kernel_gate, decoded)
+            measured |= _measure(references, gates, decoded)
             measured["error_histogram"] = error_histogram(decoded, references.exact)
             measured["bound_histogram"] = bound_histogram(decoded, references.exact, bound)
     row = _make_row(case_plan, case, format_error, gates=held, **measured)
-    gates = judge_row(row, make_limits(gate, kernel_gate))
-    if not all(gates.get(name, True) for name in _VALUE_GATES):
+    held = judge_row(row, gates.limits)
+    if not all(held.get(name, True) for name in _VALUE_GATES):
         notes.append(str(row.worst))
-    return msgspec.structs.replace(row, gates=gates, notes=notes)
+    return msgspec.structs.replace(row, gates=held, notes=notes)
 
 
 def _make_row(case_plan: CasePlan, case: Case, format_error: ErrorStats, **measured: Any) -> CorrectnessRow:
@@ -497,14 +495,13 @@ def _make_row(case_plan: CasePlan, case: Case, format_error: ErrorStats, **measu
     )
 
 
-def _measure(
-    references: References, gate: ErrorGate, kernel_gate: KernelErrorGate, decoded: NDArray[np.float64]
-) -> dict[str, Any]:
+def _measure(references: References, gates: CaseGates, decoded: NDArray[np.float64]) -> dict[str, Any]:
     """Return the errors of decoded values by their names in a row. All values must be finite."""
-    error = error_stats(decoded, references.full, gate.bad_abs_err)
+    bad_abs_err = gates.error.bad_abs_err
+    error = error_stats(decoded, references.full, bad_abs_err)
     same = references.exact is references.full
-    kernel_error = error if same else error_stats(decoded, references.exact, gate.bad_abs_err)
-    bound = references.get_bound(kernel_gate.rounding)
+    kernel_error = error if same else error_stats(decoded, references.exact, bad_abs_err)
+    bound = references.get_bound(gates.kernel_error.rounding)
     ratios = (
         worst_bound_ratio(got, exact, allowed, matched=references.matched, most=references.most)
         for got, exact, allowed in zip(
