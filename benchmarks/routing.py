@@ -211,7 +211,7 @@ def rules_table(derived: Sequence[Mapping[str, Any]], against: str) -> str:
     """Format the rules against a baseline as a Markdown table for docs/, with their records."""
     lines = [
         "| head dim, mask | precision | queries to a key, keys, GFLOP at least | shapes taken | slowest, mean, fastest "
-        "of these | slowest of those held out |",
+        "shape | slowest held-out shape |",
         "|---|---|---|---|---|---|",
     ]
     shown = [rule for rule in derived if rule["against"] == against]
