@@ -35,11 +35,6 @@ def _locked(threads: int) -> Args:
     return InOut(np.zeros(1, I32), Out(np.array([threads], I32))), order
 
 
-@cuda(LOCKED, grid=3, block=1)
-def spin_lock_between_blocks(rng: Rng) -> Args:
-    return _locked(3)
-
-
 @cuda(LOCKED, grid=2, block=48)
 def spin_lock_within_warps(rng: Rng) -> Args:
     return _locked(96)
@@ -179,25 +174,6 @@ def early_return_before_a_barrier(rng: Rng) -> Args:
 @cuda(
     r"""
 extern "C" __global__ void k(const int* x, int* y) {
-  __shared__ int s[96];
-  int warp = threadIdx.x / 32;
-  if (warp == 2) return;
-  s[threadIdx.x] = x[threadIdx.x];
-  __syncthreads();
-  int v = s[threadIdx.x ^ 32];
-  __syncthreads();
-  y[threadIdx.x] = v;
-}""",
-    block=96,
-)
-def a_warp_returns_before_two_barriers(rng: Rng) -> Args:
-    x = rng.integers(-99, 99, 96, I32)
-    return x, Out(np.concatenate([x[32:64], x[:32]]))
-
-
-@cuda(
-    r"""
-extern "C" __global__ void k(const int* x, int* y) {
   __shared__ int s[32];
   int t = threadIdx.x;
   if (t % 2) {
@@ -305,26 +281,6 @@ def votes_in_branches(rng: Rng) -> Args:
 
 @cuda(
     r"""
-extern "C" __global__ void k(const float* x, float* y, int n) {
-  for (int i = threadIdx.x; i < n; i += blockDim.x) {
-    unsigned* at = (unsigned*)y;
-    unsigned old = *at, seen;
-    do {
-      seen = old;
-      if (__uint_as_float(seen) >= x[i]) break;
-      old = atomicCAS(at, seen, __float_as_uint(x[i]));
-    } while (old != seen);
-  }
-}""",
-    block=64,
-)
-def atomic_float_max_by_cas(rng: Rng) -> Args:
-    x = rng.standard_normal(150).astype(F32)
-    return x, InOut(np.array([-1e30], F32), Out(np.array([x.max()]))), I32(150)
-
-
-@cuda(
-    r"""
 extern "C" __global__ void k(int* y, unsigned* z, float* f, double* d, unsigned long long* l) {
   int t = blockIdx.x * blockDim.x + threadIdx.x;
   atomicAdd(&y[0], t); atomicSub(&y[1], t); atomicMin(&y[2], 50 - t); atomicMax(&y[3], t - 5);
@@ -386,68 +342,6 @@ def libcu_atomics(rng: Rng) -> Args:
 
 @cuda(
     r"""
-#include <cuda/barrier>
-extern "C" __global__ void k(const int* x, int* y) {
-  using Barrier = cuda::barrier<cuda::thread_scope_block>;
-  __shared__ Barrier bar;
-  __shared__ int s[64];
-  if (threadIdx.x == 0) init(&bar, blockDim.x);
-  __syncthreads();
-  int v = x[threadIdx.x];
-  for (int i = 0; i < 3; ++i) {
-    s[threadIdx.x] = v;
-    auto token = bar.arrive();
-    int extra = x[threadIdx.x] & 1;
-    bar.wait(cuda::std::move(token));
-    v = s[63 - threadIdx.x] + extra;
-    bar.arrive_and_wait();
-  }
-  y[threadIdx.x] = v;
-}""",
-    block=64,
-)
-def libcu_barrier(rng: Rng) -> Args:
-    x = rng.integers(-99, 99, 64, I32)
-    v = x
-    for _ in range(3):
-        v = v[::-1] + (x & 1)
-    return x, Out(v)
-
-
-@cuda(
-    r"""
-#include <cooperative_groups.h>
-namespace cg = cooperative_groups;
-extern "C" __global__ void k(const int* x, int* y) {
-  __shared__ int s[128];
-  cg::thread_block block = cg::this_thread_block();
-  s[block.thread_rank()] = x[block.thread_rank()];
-  block.sync();
-  cg::thread_block_tile<32> warp = cg::tiled_partition<32>(block);
-  int v = s[127 - block.thread_rank()];
-  if (warp.meta_group_rank() % 2) v = warp.shfl_down(v, 3);
-  else v = warp.any(v > 90) ? warp.ballot(v > 90) : warp.match_any(v);
-  warp.sync();
-  y[block.thread_rank()] = v + block.group_index().x + block.dim_threads().y;
-}""",
-    block=(32, 4),
-)
-def groups_block_and_warps(rng: Rng) -> Args:
-    x = rng.integers(-99, 99, 128, I32)
-    v = x[::-1].reshape(4, 32)
-    y = np.zeros((4, 32), I32)
-    for w in range(4):
-        if w % 2:
-            y[w] = np.concatenate([v[w, 3:], v[w, -3:]])
-        elif (v[w] > 90).any():
-            y[w] = np.array([sum(1 << i for i in range(32) if v[w, i] > 90)], np.uint32).view(I32)
-        else:
-            y[w] = [np.uint32(sum(1 << i for i in range(32) if v[w, i] == a)).view(I32) for a in v[w]]
-    return x, Out((y + 4).ravel())
-
-
-@cuda(
-    r"""
 // dynamic work: blocks take items from a queue until it is empty
 extern "C" __global__ void k(const int* cost, int* y, int* next, int n) {
   __shared__ int item;
@@ -483,27 +377,3 @@ extern "C" __global__ void k(int* found, unsigned char* bytes) {
 )
 def benign_equal_writes(rng: Rng) -> Args:
     return Out(np.ones(1, I32)), Out(np.arange(150).astype(np.uint8))
-
-
-@cuda(
-    r"""
-// split-K with a semaphore per tile: blocks add in a fixed order
-extern "C" __global__ void k(const float* x, float* y, int* turn) {
-  float v = x[blockIdx.x * 32 + threadIdx.x];
-  if (threadIdx.x == 0) while (atomicAdd(turn, 0) != blockIdx.x) {}
-  __syncthreads();
-  __threadfence();
-  float sum = blockIdx.x ? ((volatile float*)y)[threadIdx.x] + v : v;
-  ((volatile float*)y)[threadIdx.x] = sum;
-  __threadfence();
-  __syncthreads();
-  if (threadIdx.x == 0) atomicExch(turn, blockIdx.x + 1);
-}""",
-    grid=5,
-)
-def ordered_semaphore(rng: Rng) -> Args:
-    x = (rng.standard_normal((5, 32)) * 1000).astype(F32)
-    y = x[0]
-    for row in x[1:]:
-        y = y + row
-    return x, Out(y), Scratch(np.zeros(1, I32))

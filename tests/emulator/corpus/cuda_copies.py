@@ -47,35 +47,6 @@ __device__ void stored() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memor
     r"""
 __device__ unsigned at(const void* p) { return (unsigned)__cvta_generic_to_shared(p); }
 extern "C" __global__ void k(const float* x, float* y, int n) {
-  __shared__ __align__(16) float a[128], b[128], c[128];
-  int t = threadIdx.x;
-  unsigned have = t * 4 < n ? min(16, (n - t * 4) * 4) : 0;   // zero fill of what is beyond the end
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" :: "r"(at(a + 4 * t)), "l"(have ? x + 4 * t : x),
-    "r"(have));
-  for (int j = 0; j < 2; ++j) {
-    int i = t * 2 + 64 * j;
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" :: "r"(at(b + i)), "l"(i + 1 < n ? x + i : x),
-      "r"(i + 1 < n ? 8 : 0));
-  }
-  for (int i = t; i < 128; i += 32)
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" :: "r"(at(c + i)), "l"(i < n ? x + i : x),
-      "r"(i < n ? 4 : 0));
-  asm volatile("cp.async.commit_group; cp.async.wait_group 0;" ::: "memory");
-  __syncthreads();
-  for (int i = t; i < 128; i += 32) y[i] = a[i] + 10 * b[i ^ 1] + 100 * c[127 - i];
-}"""
-)
-def cp_async_of_every_size_with_zero_fill(rng: Rng) -> Args:
-    x = rng.integers(-99, 99, 109).astype(F32)
-    a, b = np.zeros(128, F32), np.zeros(128, F32)
-    a[:109], b[:108] = x, x[:108]
-    return x, Out(a + 10 * b[np.arange(128) ^ 1] + 100 * a[::-1]), I32(109)
-
-
-@cuda(
-    r"""
-__device__ unsigned at(const void* p) { return (unsigned)__cvta_generic_to_shared(p); }
-extern "C" __global__ void k(const float* x, float* y, int n) {
   __shared__ __align__(16) float s[128];
   int t = threadIdx.x, have = max(0, min(16, (n - t * 4) * 4));
   unsigned long long policy;
@@ -92,87 +63,6 @@ def cp_async_with_a_cache_hint(rng: Rng) -> Args:
     y = np.zeros(128, F32)
     y[:101] = x
     return x, Out(y), I32(101)
-
-
-@cuda(
-    r"""
-__device__ unsigned at(const void* p) { return (unsigned)__cvta_generic_to_shared(p); }
-extern "C" __global__ void k(const float4* x, float4* y, int tiles) {
-  __shared__ float4 s[3][32];
-  int t = threadIdx.x;
-  for (int i = 0; i < 2; ++i) {
-    if (i < tiles) asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" :: "r"(at(&s[i][t])), "l"(x + i * 32 + t));
-    asm volatile("cp.async.commit_group;");
-  }
-  float4 sum = make_float4(0, 0, 0, 0);
-  for (int i = 0; i < tiles; ++i) {
-    asm volatile("cp.async.wait_group 1;" ::: "memory");
-    __syncthreads();
-    if (i + 2 < tiles) asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" :: "r"(at(&s[(i + 2) % 3][t])),
-      "l"(x + (i + 2) * 32 + t));
-    asm volatile("cp.async.commit_group;");
-    float4 v = s[i % 3][31 - t];
-    sum.x += v.x; sum.y += v.y * 2; sum.z += v.z; sum.w += v.w;
-  }
-  y[t] = sum;
-}"""
-)
-def cp_async_three_stages(rng: Rng) -> Args:
-    x = rng.integers(-99, 99, (7, 32, 4)).astype(F32)
-    return x, Out(x[:, ::-1].sum(0) * np.array([1, 2, 1, 1], F32)), I32(7)
-
-
-@cuda(
-    r"""
-#include <cuda_pipeline_primitives.h>
-extern "C" __global__ void k(const int4* x, int* y) {
-  __shared__ int4 s[2][32];
-  int t = threadIdx.x, sum = 0;
-  __pipeline_memcpy_async(&s[0][t], x + t, 16);
-  __pipeline_commit();
-  for (int i = 0; i < 5; ++i) {
-    if (i < 4) __pipeline_memcpy_async(&s[(i + 1) % 2][t], x + (i + 1) * 32 + t, 16, t % 4 == 3 ? 8 : 0);
-    __pipeline_commit();
-    __pipeline_wait_prior(1);
-    __syncthreads();
-    int4 v = s[i % 2][t ^ 1];
-    sum += v.x + 3 * v.w;
-    __syncthreads();
-  }
-  y[t] = sum;
-}"""
-)
-def pipeline_primitives(rng: Rng) -> Args:
-    x = rng.integers(-99, 99, (5, 32, 4), I32)
-    v = x.copy()
-    v[1:, 3::4, 2:] = 0
-    y = (v[:, :, 0] + 3 * v[:, :, 3]).sum(0, dtype=I32)
-    return x, Out(y[np.arange(32) ^ 1])
-
-
-@cuda(
-    r"""
-#include <cuda/barrier>
-#include <cooperative_groups.h>
-namespace cg = cooperative_groups;
-extern "C" __global__ void k(const int* x, int* y, int n) {
-  extern __shared__ __align__(16) int s[];
-  using Barrier = cuda::barrier<cuda::thread_scope_block>;
-  __shared__ Barrier bar;
-  auto block = cg::this_thread_block();
-  if (block.thread_rank() == 0) init(&bar, block.size());
-  block.sync();
-  cuda::memcpy_async(block, s, x + blockIdx.x * n, sizeof(int) * n, bar);
-  bar.arrive_and_wait();
-  for (int i = block.thread_rank(); i < n; i += block.size()) y[blockIdx.x * n + i] = s[n - 1 - i];
-}""",
-    grid=3,
-    block=64,
-    smem=400,
-)
-def memcpy_async_with_a_barrier(rng: Rng) -> Args:
-    x = rng.integers(-99, 99, (3, 100), I32)
-    return x, Out(x[:, ::-1].copy()), I32(100)
 
 
 @cuda(
@@ -464,21 +354,6 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) k(const float* x, float* y)
 def cluster_store_async(rng: Rng) -> Args:
     x = rng.standard_normal((2, 2, 32)).astype(F32)
     return x, Out(x[:, ::-1].copy())
-
-
-@cuda(
-    r"""
-extern "C" __global__ void k(const float* x, float* y) {
-  unsigned elected;
-  asm volatile("{ .reg .pred p; elect.sync _|p, 0xffffffff; selp.u32 %0, 1, 0, p; }" : "=r"(elected));
-  int many = __popc(__ballot_sync(~0u, elected));
-  if (elected) y[threadIdx.x / 32] = x[threadIdx.x / 32] + many;
-}""",
-    block=96,
-)
-def one_thread_is_elected(rng: Rng) -> Args:
-    x = rng.integers(0, 9, 3).astype(F32)
-    return x, Out(x + 1)
 
 
 @cuda(

@@ -40,21 +40,6 @@ def recursion_fibonacci(rng: Rng) -> Args:
 
 @cuda(
     r"""
-__noinline__ __device__ int ackermann(int m, int n) {
-  if (m == 0) return n + 1;
-  if (n == 0) return ackermann(m - 1, 1);
-  return ackermann(m - 1, ackermann(m, n - 1));
-}
-extern "C" __global__ void k(int* y) { y[threadIdx.x] = ackermann(threadIdx.x / 4, threadIdx.x % 4); }
-""",
-    block=12,
-)
-def recursion_ackermann(rng: Rng) -> Args:
-    return (Out(np.array([1, 2, 3, 4, 2, 3, 4, 5, 3, 5, 7, 9], I32)),)
-
-
-@cuda(
-    r"""
 typedef float (*Function)(float);
 __device__ float square(float v) { return v * v; }
 __device__ float negate(float v) { return -v; }
@@ -138,37 +123,6 @@ def switch_with_a_jump_table(rng: Rng) -> Args:
 
 @cuda(
     r"""
-extern "C" __global__ void k(const int* x, int* y) {
-  int stack[16], top = 0, t = threadIdx.x;
-  for (int i = 0; i < 16; ++i) {
-    int v = x[t * 16 + i];
-    if (v >= 0) stack[top++] = v;
-    else if (top) --top;
-  }
-  int sum = 0;
-  while (top) sum = sum * 3 + stack[--top];
-  y[t] = sum;
-}"""
-)
-def local_array_as_a_stack(rng: Rng) -> Args:
-    x = rng.integers(-5, 9, (32, 16), I32)
-    y = []
-    for row in x:
-        stack: list[int] = []
-        for v in row:
-            if v >= 0:
-                stack.append(int(v))
-            elif stack:
-                stack.pop()
-        total = 0
-        while stack:
-            total = total * 3 + stack.pop()
-        y.append(total)
-    return x, Out(np.array(y, I64).astype(I32))
-
-
-@cuda(
-    r"""
 struct Inner { short a; unsigned char b; };
 struct Settings { float scale; Inner inner[2]; double offset; long long step; const float* x; };
 extern "C" __global__ void k(Settings s, float* y, int n) {
@@ -211,26 +165,6 @@ def struct_by_value(rng: Rng) -> Args:
     x = rng.integers(-99, 99, 60).astype(F32)
     y = x[::2] * 0.5 + 3.25 + 1000 + np.where(np.arange(30) % 2, 7, 200) + 7
     return s, x, Out(y.astype(F32)), I32(30)
-
-
-@cuda(
-    r"""
-struct Big { int v[40]; };
-__noinline__ __device__ Big shifted(Big b, int by) { for (int i = 0; i < 40; ++i) b.v[i] = b.v[i] * 2 + by; return b; }
-extern "C" __global__ void k(Big b, int* y) {
-  Big c = shifted(b, threadIdx.x);
-  int sum = 0;
-  for (int i = 0; i < 40; ++i) sum += c.v[(i * 7 + threadIdx.x) % 40] * (i + 1);
-  y[threadIdx.x] = sum;
-}"""
-)
-def struct_through_a_call(rng: Rng) -> Args:
-    v = rng.integers(-99, 99, 40, I32)
-    s = np.zeros((), np.dtype([("v", I32, 40)]))
-    s["v"] = v
-    i = np.arange(40)
-    y = [((v[(i * 7 + t) % 40] * 2 + t) * (i + 1)).sum() for t in range(32)]
-    return s, Out(np.array(y, I32))
 
 
 @cuda(
@@ -280,20 +214,6 @@ def printf_of_everything(rng: Rng) -> Args:
 
 @cuda(
     r"""
-#include <cuda/std/cassert>
-extern "C" __global__ void k(const int* x, int* y) {
-  assert(x[threadIdx.x] >= 0);
-  if (x[threadIdx.x] < 0) __trap();
-  y[threadIdx.x] = x[threadIdx.x] + 1;
-}"""
-)
-def assert_that_holds(rng: Rng) -> Args:
-    x = rng.integers(0, 99, 32, I32)
-    return x, Out(x + 1)
-
-
-@cuda(
-    r"""
 extern "C" __global__ void k(unsigned* y) {
   unsigned t = blockIdx.x * blockDim.x + threadIdx.x, v;
   #define GET(n, name) asm volatile("mov.u32 %0, %" name ";" : "=r"(v)); y[t * 12 + n] = v;
@@ -319,22 +239,6 @@ def special_registers(rng: Rng) -> Args:
         below = one - 1
         rows.append([lane, one, below, below | one, all_ones & ~(below | one), all_ones & ~below, 2, 1, 1, 1, 1, 64])
     return (Out(np.array(rows, U32)),)
-
-
-@cuda(
-    r"""
-extern "C" __global__ void k(int* y) {
-  long long a = clock64();
-  unsigned b = clock();
-  unsigned long long g;
-  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(g));
-  __nanosleep(100);
-  long long c = clock64();
-  y[threadIdx.x] = c > a && b != 0 && g != 0;
-}"""
-)
-def clocks_go_on(rng: Rng) -> Args:
-    return (Out(np.ones(32, I32)),)
 
 
 @cuda(
@@ -367,23 +271,6 @@ def standard_library(rng: Rng) -> Args:
         r = math.isqrt(v)
         y.append(a[0] * 1000 + a[v & 3] * 100 + (r if r * r == v else -(v >> 2)))
     return x, Out(np.array(y, I32)), I32(26)
-
-
-@cuda(
-    r"""
-template <typename F> __device__ void each(int n, F f) { for (int i = threadIdx.x; i < n; i += blockDim.x) f(i); }
-extern "C" __global__ void k(const int* x, int* y, int n, int by) {
-  extern __shared__ int s[];
-  each(n, [=](int i) { s[i] = x[i] * by; });
-  __syncthreads();
-  each(n, [&](int i) { y[i] = s[(i + by) % n]; });
-}""",
-    block=33,
-    smem=400,
-)
-def lambdas(rng: Rng) -> Args:
-    x = rng.integers(-99, 99, 100, I32)
-    return x, Out(np.roll(x * 7, -7)), I32(100), I32(7)
 
 
 @cuda(

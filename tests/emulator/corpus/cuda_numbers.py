@@ -1,4 +1,4 @@
-"""Arithmetic: special functions, halves, bfloat16, FP8, bits, SIMD in a word, random numbers, hashes and ciphers."""
+"""Arithmetic: special functions, halves, bfloat16, FP8, bits, SIMD in a word, hashes and ciphers."""
 
 from __future__ import annotations
 
@@ -46,28 +46,6 @@ def special_functions(rng: Rng) -> Args:
         rows = [np.exp(v), np.log(v), erf, np.tanh(v), np.arctan(v), np.cbrt(v), np.log1p(v), np.exp2(v)]
         rows += [np.sqrt(v), 1 / v, np.floor(v), np.rint(v)]
         return x, close(np.concatenate(rows), 4), I32(120)
-
-
-@cuda(
-    r"""
-extern "C" __global__ void k(const float* x, float* y, int n) {
-  int i = threadIdx.x;
-  if (i >= n) return;
-  float s, c;
-  sincosf(x[i], &s, &c);
-  y[i] = s; y[n + i] = c; y[2 * n + i] = tanf(x[i]);
-}""",
-    block=96,
-)
-def sines_with_large_arguments(rng: Rng) -> Args:
-    x = np.concatenate([rng.uniform(-4, 4, 40), rng.uniform(-1e5, 1e5, 30), [1e6, 3e7, -2e9, 1e20, 1e30]]).astype(F32)
-
-    def exact(value: np.float32) -> float:
-        """Return the angle within a turn: math.sin reduces a float64 exactly."""
-        return float(value)
-
-    s, c = (np.array([f(exact(v)) for v in x]) for f in (math.sin, math.cos))
-    return x, close(np.concatenate([s, c, s / c]), 8), I32(75)
 
 
 @cuda(
@@ -368,64 +346,6 @@ def philox(counter: NDArray[np.uint32], key: NDArray[np.uint32]) -> NDArray[np.u
         c = [(q >> U64(32)) ^ c[1] ^ U64(k0), q & low, (p >> U64(32)) ^ c[3] ^ U64(k1), p & low]
         k0, k1 = (k0 + 0x9E3779B9) & 0xFFFFFFFF, (k1 + 0xBB67AE85) & 0xFFFFFFFF
     return np.stack(c, 1).astype(U32)
-
-
-@cuda(
-    r"""
-extern "C" __global__ void k(uint2 key, uint4* y, float* uniform, int n) {
-  int i = blockIdx.x * blockDim.x + threadIdx.x;
-  if (i >= n) return;
-  uint4 c = make_uint4(i, i * 7, 3, 0);
-  for (int r = 0; r < 10; ++r) {
-    unsigned h0 = __umulhi(0xD2511F53u, c.x), l0 = 0xD2511F53u * c.x, h1 = __umulhi(0xCD9E8D57u, c.z),
-      l1 = 0xCD9E8D57u * c.z;
-    c = make_uint4(h1 ^ c.y ^ key.x, l1, h0 ^ c.w ^ key.y, l0);
-    key.x += 0x9E3779B9u; key.y += 0xBB67AE85u;
-  }
-  y[i] = c;
-  uniform[i] = c.x * 2.3283064e-10f + 2.3283064e-10f / 2;
-}""",
-    grid=2,
-    block=64,
-)
-def random_philox(rng: Rng) -> Args:
-    key = rng.integers(0, 2**32, 2).astype(U32)
-    i = np.arange(100, dtype=U32)
-    y = philox(np.stack([i, i * 7, np.full(100, 3, U32), np.zeros(100, U32)], 1), key)
-    pair = np.zeros((), np.dtype([("x", U32), ("y", U32)]))
-    pair["x"], pair["y"] = key
-    return pair, Out(y), Out((y[:, 0] * 2.0**-32).astype(F32), atol=1e-7), I32(100)
-
-
-@cuda(
-    r"""
-struct State { unsigned v[5], d; };
-__device__ unsigned next(State& s) {
-  unsigned t = s.v[0] ^ s.v[0] >> 2;
-  s.v[0] = s.v[1]; s.v[1] = s.v[2]; s.v[2] = s.v[3]; s.v[3] = s.v[4];
-  s.v[4] = s.v[4] ^ s.v[4] << 4 ^ t ^ t << 1;
-  s.d += 362437;
-  return s.v[4] + s.d;
-}
-extern "C" __global__ void k(State* states, unsigned* y, int rounds) {
-  State s = states[threadIdx.x];
-  for (int i = 0; i < rounds; ++i) y[i * blockDim.x + threadIdx.x] = next(s);
-  states[threadIdx.x] = s;
-}""",
-    block=40,
-)
-def random_xorwow(rng: Rng) -> Args:
-    from tests.emulator.corpus.entry import InOut
-
-    states = rng.integers(0, 2**32, (40, 6)).astype(U32)
-    v, y = states.copy(), []
-    for _ in range(9):
-        t = v[:, 0] ^ v[:, 0] >> U32(2)
-        v[:, :4] = v[:, 1:5]
-        v[:, 4] = v[:, 4] ^ v[:, 4] << U32(4) ^ t ^ t << U32(1)
-        v[:, 5] += U32(362437)
-        y.append(v[:, 4] + v[:, 5])
-    return InOut(states, Out(v)), Out(np.stack(y)), I32(9)
 
 
 @cuda(

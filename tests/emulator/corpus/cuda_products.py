@@ -1,4 +1,4 @@
-"""Matrix products: naive, tiled, WMMA in every format, mma.sync in inline PTX, wgmma."""
+"""Matrix products: in registers, WMMA in every format, mma.sync in inline PTX, wgmma."""
 
 from __future__ import annotations
 
@@ -29,50 +29,6 @@ def coded(x: NDArray[Any], values: NDArray[np.float32]) -> NDArray[np.uint8]:
     result = codes[order][np.searchsorted(values[finite][order], x)]
     assert (values[result] == x).all()
     return result.astype(U8)
-
-
-@cuda(
-    r"""
-extern "C" __global__ void k(const float* a, const float* b, float* y, int m, int n, int depth) {
-  int r = blockIdx.y * blockDim.y + threadIdx.y, c = blockIdx.x * blockDim.x + threadIdx.x;
-  if (r >= m || c >= n) return;
-  float sum = 0;
-  for (int i = 0; i < depth; ++i) sum += a[r * depth + i] * b[i * n + c];
-  y[r * n + c] = sum;
-}""",
-    grid=(2, 3),
-    block=(16, 8),
-)
-def matmul_naive(rng: Rng) -> Args:
-    a, b = small(rng, 19, 33), small(rng, 33, 25)
-    return a, b, Out(a @ b), I32(19), I32(25), I32(33)
-
-
-@cuda(
-    r"""
-template <int T> __device__ void tile_product(const float* a, const float* b, float* y, int m, int n, int depth) {
-  __shared__ float as[T][T], bs[T][T];
-  int r = blockIdx.y * T + threadIdx.y, c = blockIdx.x * T + threadIdx.x;
-  float sum = 0;
-  for (int start = 0; start < depth; start += T) {
-    as[threadIdx.y][threadIdx.x] = r < m && start + threadIdx.x < depth ? a[r * depth + start + threadIdx.x] : 0;
-    bs[threadIdx.y][threadIdx.x] = c < n && start + threadIdx.y < depth ? b[(start + threadIdx.y) * n + c] : 0;
-    __syncthreads();
-    #pragma unroll
-    for (int i = 0; i < T; ++i) sum += as[threadIdx.y][i] * bs[i][threadIdx.x];
-    __syncthreads();
-  }
-  if (r < m && c < n) y[r * n + c] = sum;
-}
-extern "C" __global__ void k(const float* a, const float* b, float* y, int m, int n, int depth) {
-  tile_product<8>(a, b, y, m, n, depth);
-}""",
-    grid=(4, 3),
-    block=(8, 8),
-)
-def matmul_tiled(rng: Rng) -> Args:
-    a, b = small(rng, 19, 33), small(rng, 33, 25)
-    return a, b, Out(a @ b), I32(19), I32(25), I32(33)
 
 
 @cuda(

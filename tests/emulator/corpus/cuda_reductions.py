@@ -9,65 +9,6 @@ from tests.emulator.corpus.entry import F32, I32, I64, U32, Args, InOut, Out, Rn
 
 @cuda(
     r"""
-extern "C" __global__ void k(const int* x, int* y, int n) {
-  __shared__ int s[128];
-  int i = blockIdx.x * blockDim.x + threadIdx.x;
-  s[threadIdx.x] = i < n ? x[i] : 0;
-  __syncthreads();
-  for (int step = 1; step < blockDim.x; step *= 2) {
-    if (threadIdx.x % (2 * step) == 0) s[threadIdx.x] += s[threadIdx.x + step];
-    __syncthreads();
-  }
-  if (threadIdx.x == 0) y[blockIdx.x] = s[0];
-}""",
-    grid=5,
-    block=128,
-)
-def reduce_interleaved(rng: Rng) -> Args:
-    x = rng.integers(-(2**28), 2**28, 600, I32)
-    return x, Out(np.add.reduceat(x, range(0, 600, 128), dtype=I32)), I32(600)
-
-
-@cuda(
-    r"""
-extern "C" __global__ void k(const int* x, int* y, int n) {
-  extern __shared__ int s[];
-  int i = blockIdx.x * blockDim.x * 2 + threadIdx.x;
-  int sum = i < n ? x[i] : 0;
-  if (i + blockDim.x < n) sum += x[i + blockDim.x];
-  s[threadIdx.x] = sum;
-  __syncthreads();
-  for (unsigned step = blockDim.x / 2; step > 0; step >>= 1) {
-    if (threadIdx.x < step) s[threadIdx.x] += s[threadIdx.x + step];
-    __syncthreads();
-  }
-  if (threadIdx.x == 0) y[blockIdx.x] = s[0];
-}""",
-    grid=3,
-    block=64,
-    smem=256,
-)
-def reduce_sequential_dynamic_shared(rng: Rng) -> Args:
-    x = rng.integers(-1000, 1000, 301, I32)
-    return x, Out(np.add.reduceat(x, [0, 128, 256], dtype=I32)), I32(301)
-
-
-@cuda(
-    r"""
-extern "C" __global__ void k(const float* x, float* y) {
-  float v = x[blockIdx.x * 32 + threadIdx.x];
-  for (int offset = 16; offset > 0; offset /= 2) v += __shfl_down_sync(0xffffffffu, v, offset);
-  if (threadIdx.x == 0) y[blockIdx.x] = v;
-}""",
-    grid=3,
-)
-def reduce_warp_shuffle_down(rng: Rng) -> Args:
-    x = rng.integers(-99, 99, 96).astype(F32)
-    return x, Out(x.reshape(3, 32).sum(1))
-
-
-@cuda(
-    r"""
 extern "C" __global__ void k(const float* x, float* y) {
   float v = x[threadIdx.x];
   unsigned mask = threadIdx.x < 16 ? 0x0000ffffu : 0xffff0000u;
@@ -144,21 +85,6 @@ extern "C" __global__ void k(const unsigned* x, unsigned* y) {
 def redux_after_others_left(rng: Rng) -> Args:
     x = rng.integers(0, 2**32, 32).astype(U32)
     return x, Out(np.full(20, x[:20].sum(dtype=U32), U32))
-
-
-@cuda(
-    r"""
-extern "C" __global__ void k(const int* x, int* sum, int n) {
-  int total = 0;
-  for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < n; i += gridDim.x * blockDim.x) total += x[i];
-  atomicAdd(sum, total);
-}""",
-    grid=3,
-    block=40,
-)
-def reduce_grid_stride_atomic(rng: Rng) -> Args:
-    x = rng.integers(-(2**30), 2**30, 1001, I32)
-    return x, InOut(np.array([7], I32), Out(np.array([x.sum(dtype=I32) + I32(7)]))), I32(1001)
 
 
 @cuda(
@@ -241,68 +167,6 @@ def groups_tiles_of_32(rng: Rng) -> Args:
 
 @cuda(
     r"""
-#include <cooperative_groups.h>
-namespace cg = cooperative_groups;
-extern "C" __global__ void k(const int* x, int* y, int* count) {
-  int v = x[threadIdx.x];
-  y[threadIdx.x] = -1;
-  if (v % 3 == 0) {
-    cg::coalesced_group active = cg::coalesced_threads();
-    int place = 0;
-    if (active.thread_rank() == 0) place = atomicAdd(count, active.size());
-    place = active.shfl(place, 0) + active.thread_rank();
-    y[threadIdx.x] = place;
-  }
-}""",
-    block=32,
-)
-def groups_coalesced_threads(rng: Rng) -> Args:
-    x = rng.integers(0, 30, 32, I32)
-    hit = x % 3 == 0
-    return (
-        x,
-        Out(np.where(hit, np.cumsum(hit) - 1, -1).astype(I32)),
-        InOut(np.zeros(1, I32), Out(np.array([hit.sum()], I32))),
-    )
-
-
-@cuda(
-    r"""
-#include <cooperative_groups.h>
-#include <cooperative_groups/scan.h>
-namespace cg = cooperative_groups;
-extern "C" __global__ void k(const int* x, int* y, int* z) {
-  auto tile = cg::tiled_partition<16>(cg::this_thread_block());
-  int i = threadIdx.x;
-  y[i] = cg::inclusive_scan(tile, x[i]);
-  z[i] = cg::exclusive_scan(tile, x[i], cg::plus<int>());
-}""",
-    block=64,
-)
-def groups_scan(rng: Rng) -> Args:
-    x = rng.integers(-1000, 1000, 64, I32)
-    sums = x.reshape(4, 16).cumsum(1, dtype=I32)
-    return x, Out(sums.ravel()), Out((sums - x.reshape(4, 16)).ravel())
-
-
-@cuda(
-    r"""
-#include <cooperative_groups.h>
-namespace cg = cooperative_groups;
-extern "C" __global__ void k(const int* x, int* y) {
-  auto warp = cg::tiled_partition<32>(cg::this_thread_block());
-  auto mine = cg::labeled_partition(warp, x[threadIdx.x]);
-  y[threadIdx.x] = mine.size() * 100 + mine.thread_rank();
-}""",
-    block=32,
-)
-def groups_labeled_partition(rng: Rng) -> Args:
-    x = rng.integers(0, 4, 32, I32)
-    return x, Out(np.array([(x == v).sum() * 100 + (x[:i] == v).sum() for i, v in enumerate(x)], I32))
-
-
-@cuda(
-    r"""
 #include <cub/block/block_reduce.cuh>
 extern "C" __global__ void k(const int* x, int* y, int n) {
   using Reduce = cub::BlockReduce<int, 96>;
@@ -321,88 +185,6 @@ def cub_block_reduce(rng: Rng) -> Args:
     x = rng.integers(-5000, -1, 250, I32)
     parts = [x[a : a + 96] for a in (0, 96, 192)]
     return x, Out(np.array([(p.sum(dtype=I32), p.max()) for p in parts], I32).ravel()), I32(250)
-
-
-@cuda(
-    r"""
-#include <cub/warp/warp_reduce.cuh>
-extern "C" __global__ void k(const float* x, float* y) {
-  using Reduce = cub::WarpReduce<float, 16>;
-  __shared__ typename Reduce::TempStorage storage[4];
-  float sum = Reduce(storage[threadIdx.x / 16]).Sum(x[threadIdx.x]);
-  if (threadIdx.x % 16 == 0) y[threadIdx.x / 16] = sum;
-}""",
-    block=64,
-)
-def cub_warp_reduce(rng: Rng) -> Args:
-    x = rng.integers(-99, 99, 64).astype(F32)
-    return x, Out(x.reshape(4, 16).sum(1))
-
-
-@cuda(
-    r"""
-extern "C" __global__ void k(const double* x, double* y, int n) {
-  __shared__ double s[256];
-  double sum = 0, lost = 0;
-  for (int i = threadIdx.x; i < n; i += 256) {
-    double v = x[i] - lost, t = sum + v;
-    lost = (t - sum) - v;
-    sum = t;
-  }
-  s[threadIdx.x] = sum;
-  __syncthreads();
-  for (int step = 128; step; step >>= 1) {
-    if (threadIdx.x < step) s[threadIdx.x] += s[threadIdx.x + step];
-    __syncthreads();
-  }
-  if (!threadIdx.x) *y = s[0];
-}""",
-    block=256,
-)
-def reduce_kahan_double(rng: Rng) -> Args:
-    x = rng.standard_normal(3001) * 10.0 ** rng.integers(-12, 12, 3001)
-    lanes = np.zeros(256)
-    lost = np.zeros(256)
-    for i in range(0, 3001, 256):
-        part = x[i : i + 256]
-        n = len(part)
-        v = part - lost[:n]
-        t = lanes[:n] + v
-        lost[:n], lanes[:n] = (t - lanes[:n]) - v, t
-    while len(lanes) > 1:
-        lanes = lanes[: len(lanes) // 2] + lanes[len(lanes) // 2 :]
-    return x, Out(lanes), I32(3001)
-
-
-@cuda(
-    r"""
-extern "C" __global__ void k(const float* x, float* value, int* place, int n) {
-  __shared__ float v[8];
-  __shared__ int at[8];
-  float best = -__int_as_float(0x7f800000);
-  int where = -1;
-  for (int i = threadIdx.x; i < n; i += blockDim.x)
-    if (x[i] > best) best = x[i], where = i;
-  for (int step = 16; step; step >>= 1) {
-    float other = __shfl_down_sync(~0u, best, step);
-    int there = __shfl_down_sync(~0u, where, step);
-    if (other > best || (other == best && there < where)) best = other, where = there;
-  }
-  if (threadIdx.x % 32 == 0) v[threadIdx.x / 32] = best, at[threadIdx.x / 32] = where;
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    for (int w = 1; w < 8; ++w)
-      if (v[w] > best || (v[w] == best && at[w] < where)) best = v[w], where = at[w];
-    *value = best;
-    *place = where;
-  }
-}
-""",
-    block=256,
-)
-def argmax_with_ties(rng: Rng) -> Args:
-    x = rng.integers(0, 40, 900).astype(F32)
-    return x, Out(np.array([x.max()])), Out(np.array([x.argmax()], I32)), I32(900)
 
 
 @cuda(
