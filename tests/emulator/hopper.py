@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from greenfast.device.compiler import to_ptx
-from greenfast.emulator.grid import run_grid
 from greenfast.emulator.result import GridResult
 from greenfast.spec.arch import Target
-from greenfast.spec.kernel import Argument, KernelSource, Launch, TensorMap
-from greenfast.spec.problem import Case, OutputSpec
+from greenfast.spec.kernel import TensorMap
+from tests.emulator import kernels
+from tests.emulator.kernels import Request
 
 HOPPER = Target("sm_90a")
 
@@ -90,45 +88,14 @@ def wgmma(name: str, n: int, shape: str, types: str, *, from_registers: bool = F
     )
 
 
-@dataclass(frozen=True)
-class Request:
-    """A kernel and its launch."""
-
-    kernel: KernelSource
-    plan: Launch
-    case: Case
+def request(*args: Any, before: str = "", threads: int = 128, **more: Any) -> Request:
+    """Return a kernel for Hopper that may use the wrappers."""
+    return kernels.request(*args, before=PREAMBLE + before, threads=threads, target=HOPPER, **more)
 
 
-def request(
-    body: str,
-    inputs: dict[str, Any],
-    outputs: dict[str, tuple[tuple[int, ...], str]],
-    *,
-    parameters: str,
-    args: tuple[Argument, ...],
-    threads: int = 128,
-    blocks: int = 1,
-    before: str = "",
-    dynamic: int = 0,
-    cluster: tuple[int, int, int] = (1, 1, 1),
-    grid: tuple[int, int, int] | None = None,
-) -> Request:
-    """Return the kernel ``k(parameters) { body }``; line 1 of k.cu is the body's first."""
-    own = f"__cluster_dims__({', '.join(map(str, cluster))}) " if cluster != (1, 1, 1) else ""
-    source = f'{PREAMBLE}{before}\nextern "C" __global__ void {own}k({parameters}) {{\n#line 1 "k.cu"\n{body}\n}}'
-    kernel = KernelSource("k", source, "k.cu", (), (threads, 1, 1), dynamic)
-    specs = {name: OutputSpec(shape, dtype) for name, (shape, dtype) in outputs.items()}
-    arrays = {name: np.asarray(value) for name, value in inputs.items()}
-    return Request(kernel, Launch(grid or (blocks, 1, 1), args), Case(arrays, specs))
-
-
-def run(*args: Any, seed: int = 0, structs: Any = None, **more: Any) -> GridResult:
-    """Compile a request for Hopper and run it on the emulator; structs: see ``run_chain``."""
-    asked = request(*args, **more)
-    ptx, block = to_ptx(asked.kernel, HOPPER, assemble=False), asked.kernel.block
-    case = asked.case
-    dynamic = asked.kernel.dynamic_smem_bytes
-    return run_grid(ptx, "k", block, dynamic, asked.plan, case.inputs, case.outputs, seed=seed, structs=structs)
+def run(*args: Any, before: str = "", threads: int = 128, **more: Any) -> GridResult:
+    """Compile a kernel that may use the wrappers for Hopper, and run it on the emulator."""
+    return kernels.run(*args, before=PREAMBLE + before, threads=threads, target=HOPPER, **more)
 
 
 def tensor_map(name: str, array: Any, box: tuple[int, ...], swizzle: int = 0) -> TensorMap:

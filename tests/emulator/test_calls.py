@@ -37,7 +37,7 @@ def test_functions_with_arguments_and_results() -> None:
     y[256 + t] = -7; keep(y + 256 + t, t % 3 ? plain(t) : -1);
     y[320 + t] = summed(t) + summed(1); y[384 + t] = wide(t, t & 1, 1ull << 33) / 1024.0;
     """
-    result = run(body, {}, {"y": (448, "float32")}, parameters="float* y", args=("y",), threads=64, before=BEFORE)
+    result = run(body, {}, {"y": (448, "float32")}, threads=64, before=BEFORE)
     t = np.arange(64)
     expected = np.concatenate(
         [
@@ -144,7 +144,5 @@ def test_a_large_switch_of_the_compiler() -> None:
         f"int v = threadIdx.x; switch (x[threadIdx.x]) {{ {cases} default: v = -1; }} y[threadIdx.x] = v;",
         {"x": np.arange(32, dtype=np.int32)},
         {"y": (32, "int32")},
-        parameters="const int* x, int* y",
-        args=("x", "y"),
     ).outputs["y"]
     assert result.tolist() == [t * (t + 2) + t * t for t in range(24)] + [-1] * 8

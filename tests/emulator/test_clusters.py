@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -43,8 +44,6 @@ def test_special_registers() -> None:
         "if (threadIdx.x < 8) y[(blockIdx.x + gridDim.x * blockIdx.y) * 8 + threadIdx.x] = special(threadIdx.x);",
         {},
         {"y": ((6, 4, 8), "uint32")},
-        parameters="u32* y",
-        args=("y",),
         before=BEFORE,
         grid=(4, 6, 1),
         cluster=(2, 3, 1),
@@ -80,8 +79,6 @@ def test_blocks_read_and_write_each_other(how: str) -> None:
         "y[blockIdx.x * 64 + t] = given[t]; if (t == 0) z[blockIdx.x] = count;",
         {},
         {"y": ((8, 64), "uint32"), "z": ((8,), "uint32")},
-        parameters="u32* y, u32* z",
-        args=("y", "z"),
         before=("#include <cooperative_groups.h>\n" if how.startswith("coop") else "") + BEFORE,
         blocks=8,
         cluster=(4, 1, 1),
@@ -103,8 +100,6 @@ def test_the_barrier_of_a_cluster_orders_its_blocks() -> None:
         "v = v * 100 + w * 10 + z[(blockIdx.x ^ 1) * 32 + t]; sync(); } y[blockIdx.x * 32 + t] = v;",
         {},
         {"y": ((4, 32), "uint32"), "z": ((128,), "uint32")},
-        parameters="u32* y, u32* z",
-        args=("y", "z"),
         before=BEFORE,
         blocks=4,
         cluster=(2, 1, 1),
@@ -123,8 +118,6 @@ def test_getctarank() -> None:
         "y[blockIdx.x * 32 + threadIdx.x] = r * 100 + q * 10 + own;",
         {},
         {"y": ((2, 32), "uint32")},
-        parameters="u32* y",
-        args=("y",),
         before=BEFORE,
         blocks=2,
         cluster=(2, 1, 1),
@@ -147,8 +140,6 @@ def test_arrivals_at_the_mbarrier_of_another_block() -> None:
         "sync();",
         {},
         {"y": ((3,), "uint32")},
-        parameters="u32* y",
-        args=("y",),
         before=BEFORE,
         blocks=4,
         cluster=(4, 1, 1),
@@ -200,8 +191,6 @@ def test_asynchronous_stores(seed: int) -> None:
         + "wait(&bar, 0); for (int n = 0; n < 4; ++n) y[blockIdx.x * 128 + 4 * t + n] = data[4 * t + n]; sync();",
         {},
         {"y": ((4, 32, 4), "uint32")},
-        parameters="u32* y",
-        args=("y",),
         before=BEFORE,
         blocks=4,
         cluster=(2, 1, 1),
@@ -231,17 +220,7 @@ def test_asynchronous_stores(seed: int) -> None:
 )  # fmt: skip
 def test_what_clusters_must_not_do(body: str, cluster: int, message: str) -> None:
     with pytest.raises(KernelFaultError, match=message):
-        run(
-            body,
-            {},
-            {"y": ((32,), "uint32")},
-            parameters="u32* y",
-            args=("y",),
-            before=BEFORE,
-            blocks=2,
-            cluster=(cluster, 1, 1),
-            threads=32,
-        )
+        run(body, {}, {"y": ((32,), "uint32")}, before=BEFORE, blocks=2, cluster=(cluster, 1, 1), threads=32)
 
 
 @pytest.mark.parametrize(
@@ -251,7 +230,7 @@ def test_a_cluster_that_does_not_divide_the_grid_is_refused(
     grid: tuple[int, int, int], cluster: tuple[int, int, int]
 ) -> None:
     with pytest.raises(UsageError, match="they have 1 to 16 blocks and divide the grid"):
-        run("y[0] = 1;", {}, {"y": ((1,), "uint32")}, parameters="u32* y", args=("y",), grid=grid, cluster=cluster)
+        run("y[0] = 1;", {}, {"y": ((1,), "uint32")}, grid=grid, cluster=cluster)
 
 
 def test_the_launch_may_say_the_cluster() -> None:
@@ -259,8 +238,6 @@ def test_the_launch_may_say_the_cluster() -> None:
         "y[blockIdx.x] = special(1) * 10 + special(0);",
         {},
         {"y": ((4,), "uint32")},
-        parameters="u32* y",
-        args=("y",),
         before=BEFORE,
         blocks=4,
         threads=32,
@@ -313,7 +290,7 @@ def test_races_in_the_shared_memory_of_a_cluster(name: str) -> None:
     body = f"__shared__ u32 tile[64]; u32 t = threadIdx.x, r = special(0); {first} {body} sync();"
     for part, text in _PARTS.items():
         body = body.replace(part, text)
-    how = {"parameters": "u32* y", "args": ("y",), "before": BEFORE, "blocks": 4, "cluster": (2, 1, 1), "threads": 64}
+    how: dict[str, Any] = {"before": BEFORE, "blocks": 4, "cluster": (2, 1, 1), "threads": 64}
     for seed in range(3):
         with pytest.raises(KernelFaultError, match=r"a data race on byte \d+ of shared memory"):
             run(body, {}, {"y": ((4, 64), "uint32")}, seed=seed, **how)
@@ -331,7 +308,7 @@ def test_a_flag_in_the_shared_memory_of_another_block_orders_its_blocks() -> Non
       y[t] = tile[63 - t];
     }
     sync();"""
-    how = {"parameters": "u32* y", "args": ("y",), "before": BEFORE, "blocks": 2, "cluster": (2, 1, 1), "threads": 64}
+    how: dict[str, Any] = {"before": BEFORE, "blocks": 2, "cluster": (2, 1, 1), "threads": 64}
     for seed in range(3):
         result = run(body, {}, {"y": ((64,), "uint32")}, seed=seed, **how).outputs["y"]
         assert result.tolist() == [*range(63, -1, -1)]
@@ -374,7 +351,7 @@ sync();
 
 def test_a_ring_between_two_blocks() -> None:
     """An arrival before another block's wait orders earlier accesses before later ones."""
-    how = {"parameters": "u32* y", "args": ("y",), "before": BEFORE, "blocks": 2, "cluster": (2, 1, 1), "threads": 64}
+    how: dict[str, Any] = {"before": BEFORE, "blocks": 2, "cluster": (2, 1, 1), "threads": 64}
     expected = [[100 * k + 63 - t for t in range(64)] for k in range(6)]
     for seed in range(3):
         result = run(_RING, {}, {"y": ((6, 64), "uint32")}, seed=seed, **how).outputs["y"]

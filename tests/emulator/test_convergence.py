@@ -158,8 +158,7 @@ def test_atomics_on_different_memories() -> None:
     atomicAdd(threadIdx.x % 2 ? &s[threadIdx.x / 32] : y, 1.0f);
     __syncthreads();
     if (threadIdx.x < 2) y[1 + threadIdx.x] = s[threadIdx.x];"""
-    arguments: dict[str, Any] = {"parameters": "float* y", "args": ("y",), "threads": 64}
-    result = run(body, {"y": np.zeros(4, np.float32)}, {"y": (4, "float32")}, **arguments).outputs["y"]
+    result = run(body, {"y": np.zeros(4, np.float32)}, {"y": (4, "float32")}, threads=64).outputs["y"]
     assert result.tolist() == [32, 16, 16, 0]
 
 
@@ -173,7 +172,7 @@ def test_matrices_at_a_generic_address() -> None:
     asm volatile("stmatrix.sync.aligned.m8n8.x1.b16 [%0], {%1};" :: "l"(t + row), "r"(r) : "memory");
     __syncthreads();
     for (int i = threadIdx.x; i < 64; i += 32) y[i] = t[i];"""
-    result = run_hopper(body, {}, {"y": ((8, 8), "int32")}, parameters="int* y", args=("y",), threads=32).outputs["y"]
+    result = run_hopper(body, {}, {"y": ((8, 8), "int32")}, threads=32).outputs["y"]
     assert (result == np.arange(64).reshape(8, 8).T).all()
 
 
@@ -197,8 +196,7 @@ if (threadIdx.x == 0) { bulk_store(y + 128 * blockIdx.x, s, bytes); store_commit
 @SEEDS
 def test_the_size_of_a_bulk_copy_differs_between_blocks(seed: int) -> None:
     x = np.random.default_rng(0).integers(0, 256, (7, 128)).astype(np.uint8)
-    arguments: dict[str, Any] = {"parameters": "const u8* x, u8* y", "args": ("x", "y"), "dynamic": 128, "blocks": 7}
-    result = run_hopper(LONG, {"x": x}, {"y": (x.shape, "uint8")}, threads=64, seed=seed, **arguments)
+    result = run_hopper(LONG, {"x": x}, {"y": (x.shape, "uint8")}, threads=64, seed=seed, dynamic=128, blocks=7)
     for n in range(7):
         size = 16 * (1 + n % 5)
         assert (result.outputs["y"][n, :size] == x[n, :size]).all()
@@ -269,15 +267,7 @@ if (threadIdx.x == 0) {{
 
 @SEEDS
 def test_an_mbarrier_is_waited_for_by_state_and_by_parity(seed: int) -> None:
-    result = run_hopper(
-        STATES,
-        {"x": X},
-        {"y": ((65,), "float32")},
-        parameters="const float* x, float* y",
-        args=("x", "y"),
-        threads=64,
-        seed=seed,
-    ).outputs["y"]
+    result = run_hopper(STATES, {"x": X}, {"y": ((65,), "float32")}, threads=64, seed=seed).outputs["y"]
     assert (result[:64] == X[::-1] + 2).all()
     assert result[64] == 5
 
@@ -285,14 +275,7 @@ def test_an_mbarrier_is_waited_for_by_state_and_by_parity(seed: int) -> None:
 def test_an_arrival_that_may_not_complete_the_phase() -> None:
     body = STATES.replace("threadIdx.x < 8", "threadIdx.x < 64")
     with pytest.raises(KernelFaultError, match=r"\.noComplete that completes the phase .*k\.cu:\d"):
-        run_hopper(
-            body,
-            {"x": X},
-            {"y": ((65,), "float32")},
-            parameters="const float* x, float* y",
-            args=("x", "y"),
-            threads=64,
-        )
+        run_hopper(body, {"x": X}, {"y": ((65,), "float32")}, threads=64)
 
 
 LIBRARY = """#include <cuda/barrier>
@@ -389,12 +372,4 @@ def test_wgmma_in_a_block_of_less_than_a_warpgroup() -> None:
     mma_commit(); mma_wait<0>(); y[0] = d[0];"""
     message = r"a warpgroup, 128 threads, in a block of 64 at k\.cu:4 \[mma at hopper\.cuh:\d+, k at k\.cu:4\], .*wgmma"
     with pytest.raises(KernelFaultError, match=message):
-        run_hopper(
-            body,
-            {},
-            {"y": ((4,), "float32")},
-            parameters="float* y",
-            args=("y",),
-            threads=64,
-            before=wgmma("mma", 8, "k32", "f32.e4m3.e4m3"),
-        )
+        run_hopper(body, {}, {"y": ((4,), "float32")}, threads=64, before=wgmma("mma", 8, "k32", "f32.e4m3.e4m3"))

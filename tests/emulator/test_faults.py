@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,13 +14,12 @@ from greenfast.spec.errors import UnsupportedError
 from tests.emulator.kernels import SEEDS, run
 
 X = np.arange(64, dtype=np.float32)
-SIGNATURE: dict[str, Any] = {"parameters": "const float* x, float* y", "args": ("x", "y")}
 HEADER = '#include "ptx/cp_async.cuh"\n'
 
 
 def output(body: str, *, threads: int = 64, before: str = "", seed: int = 0) -> np.ndarray:
     """Return the 64 floats that 64 threads compute from 64 floats."""
-    result = run(body, {"x": X}, {"y": (64, "float32")}, threads=threads, before=before, seed=seed, **SIGNATURE)
+    result = run(body, {"x": X}, {"y": (64, "float32")}, threads=threads, before=before, seed=seed)
     return result.outputs["y"]
 
 
@@ -160,13 +158,7 @@ def test_asynchronous_copies_arrive_at_an_mbarrier_when_they_have_landed(seed: i
 
 
 def test_unwritten_outputs_are_counted_and_poisoned() -> None:
-    result = run(
-        "if (threadIdx.x < 60) y[threadIdx.x] = x[threadIdx.x];",
-        {"x": X},
-        {"y": (64, "float32")},
-        threads=64,
-        **SIGNATURE,
-    )
+    result = run("if (threadIdx.x < 60) y[threadIdx.x] = x[threadIdx.x];", {"x": X}, {"y": (64, "float32")}, threads=64)
     assert result.unwritten == {"y": 16}
     assert np.isnan(result.outputs["y"][60:]).all()
 
@@ -198,9 +190,7 @@ def test_a_write_to_an_input_is_named_with_line_and_thread(body: str, byte: int)
 
 
 def test_a_write_to_what_is_input_and_output_is_none() -> None:
-    result = run(
-        "y[threadIdx.x] += 1;", {"y": X}, {"y": (64, "float32")}, threads=64, parameters="float* y", args=("y",)
-    )
+    result = run("y[threadIdx.x] += 1;", {"y": X}, {"y": (64, "float32")}, threads=64)
     assert (result.input_writes, result.outputs["y"].tolist()) == ({}, (X + 1).tolist())
 
 
@@ -226,7 +216,6 @@ def test_printf() -> None:
         'if (threadIdx.x == 3) printf("%d %5.2f %s|%u%%\\n", 7, x[3], "text", 9u); y[threadIdx.x] = 0;',
         {"x": X},
         {"y": (32, "float32")},
-        **SIGNATURE,
     )
     assert result.printed == "7  3.00 text|9%\n"
 
@@ -236,11 +225,11 @@ def test_printf_takes_widths_and_returns_the_number_of_its_arguments() -> None:
         'y[threadIdx.x] = printf("%*d|%-*d|%.*f|%hhd %hu\\n", 5, 42, 3, 7, 2, 1.23456, 300, 65541);'
         'y[2 + threadIdx.x] = printf("none\\n");'
     )
-    result = run(f"if (threadIdx.x < 2) {{ {body} }}", {"x": X}, {"y": (4, "float32")}, **SIGNATURE)
+    result = run(f"if (threadIdx.x < 2) {{ {body} }}", {"x": X}, {"y": (4, "float32")})
     assert result.printed == "   42|7  |1.23|44 5\n" * 2 + "none\n" * 2
     assert result.outputs["y"].tolist() == [5, 5, 0, 0]
     with pytest.raises(UnsupportedError, match=r"printf of '%a': a specifier unknown to the emulator.* at k\.cu:1"):
-        run('if (threadIdx.x == 0) printf("%a", x[0]); y[0] = 0;', {"x": X}, {"y": (1, "float32")}, **SIGNATURE)
+        run('if (threadIdx.x == 0) printf("%a", x[0]); y[0] = 0;', {"x": X}, {"y": (1, "float32")})
 
 
 def test_what_no_check_foresaw_is_named_with_its_line(monkeypatch: pytest.MonkeyPatch) -> None:

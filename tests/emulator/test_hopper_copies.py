@@ -155,9 +155,7 @@ if (threadIdx.x == 0) {
 
 def test_bulk_copies_without_a_tensor_map() -> None:
     x = RNG.integers(0, 256, 512).astype(np.uint8)
-    result = run(
-        BULK, {"x": x}, {"y": ((512,), "uint8")}, parameters="const u8* x, u8* y", args=("x", "y"), dynamic=1024
-    )
+    result = run(BULK, {"x": x}, {"y": ((512,), "uint8")}, dynamic=1024)
     assert np.array_equal(result.outputs["y"], x)
     assert (result.counts.global_load_sectors, result.counts.global_store_sectors) == (16, 16)
 
@@ -196,10 +194,9 @@ def test_wrong_bulk_copies(old: str, new: str, message: str) -> None:
     x = RNG.integers(0, 256, 512).astype(np.uint8)
     body = BULK.replace(old, new, 1)
     assert body != BULK
-    more: Any = {"parameters": "const u8* x, u8* y", "args": ("x", "y"), "dynamic": 1024}
     for seed in range(3):
         with pytest.raises(KernelFaultError, match=message):
-            run(body, {"x": x}, {"y": ((512,), "uint8")}, seed=seed, **more)
+            run(body, {"x": x}, {"y": ((512,), "uint8")}, seed=seed, dynamic=1024)
 
 
 @pytest.mark.parametrize(

@@ -16,13 +16,10 @@ RNG = np.random.default_rng(8)
 
 def one(body: str, count: int = 32, dtype: str = "uint32", x: Any = None, threads: int = 32, **more: Any) -> np.ndarray:
     """Return the words that some threads write to ``y`` from the bytes ``x``."""
-    kinds = {"uint32": "u32", "float32": "float", "int32": "int", "uint8": "u8"}
     result = run(
         body,
         {"x": np.zeros(16, np.uint8) if x is None else x.view(np.uint8).ravel()},
         {"y": ((count,), dtype)},
-        parameters=f"const u8* x, {kinds[dtype]}* y",
-        args=("x", "y"),
         threads=threads,
         **more,
     )

@@ -255,15 +255,7 @@ if (threadIdx.x < 32) {
 def test_one_thread_releases_a_stage_after_the_reads_of_its_warp(sync: str, right: bool, seed: int) -> None:
     def launch() -> GridResult:
         x = np.arange(96, dtype=np.int32)
-        return run(
-            RELEASED.replace("SYNC", sync),
-            {"x": x},
-            {"y": ((32,), "int32")},
-            parameters="const int* x, int* y",
-            args=("x", "y"),
-            threads=64,
-            seed=seed,
-        )
+        return run(RELEASED.replace("SYNC", sync), {"x": x}, {"y": ((32,), "int32")}, threads=64, seed=seed)
 
     if right:
         assert (launch().outputs["y"] == np.arange(96).reshape(3, 32).sum(axis=0)[::-1]).all()
@@ -284,13 +276,12 @@ y[threadIdx.x] = s[0][threadIdx.x % 32] + s[1][threadIdx.x % 32];"""
 
 @pytest.mark.parametrize("tile", [0, 1])
 def test_a_wait_for_another_tile_is_none_in_the_first_order(tile: int) -> None:
-    how: dict[str, Any] = {"parameters": "const int* x, int* y", "args": ("x", "y"), "threads": 64}
     x, y = np.arange(32, dtype=np.int32), {"y": ((64,), "int32")}
     both = TWO_TILES.replace("WAIT", "wait(full, 0); wait(full + 1, 0);")
-    assert run(both, {"x": x}, y, **how).outputs["y"].tolist() == [*range(0, 64, 2)] * 2
+    assert run(both, {"x": x}, y, threads=64).outputs["y"].tolist() == [*range(0, 64, 2)] * 2
     for seed in range(0, 8, 2):
         with pytest.raises(KernelFaultError, match="that an asynchronous copy has not delivered"):
-            run(TWO_TILES.replace("WAIT", f"wait(full + {tile}, 0);"), {"x": x}, y, seed=seed, **how)
+            run(TWO_TILES.replace("WAIT", f"wait(full + {tile}, 0);"), {"x": x}, y, seed=seed, threads=64)
 
 
 # A warp copies each tile over the one before.
@@ -318,7 +309,7 @@ OVERWRITES = {
 def test_a_copy_over_a_tile_that_other_threads_of_the_warp_read_needs_a_syncwarp(copy: str, seed: int) -> None:
     x = np.arange(256, dtype=np.int32)
     body, y = OVERWRITTEN.replace("COPY", copy), {"y": ((32,), "int32")}
-    how: dict[str, Any] = {"parameters": "const int* x, int* y", "args": ("x", "y"), "threads": 32, "seed": seed}
+    how: dict[str, Any] = {"threads": 32, "seed": seed}
     expected = x.reshape(2, 32, 4).sum(axis=(0, 2))[::-1]
     assert (run(body.replace("SYNC", "__syncwarp();"), {"x": x}, y, **how).outputs["y"] == expected).all()
     with pytest.raises(KernelFaultError, match=r"data race .* this write and the read"):
@@ -350,8 +341,6 @@ def test_one_thread_arrives_after_the_writes_of_its_warp(leave: str, arrive: str
             HANDED.replace("LEAVE", leave).replace("SYNC", sync).replace("ARRIVE", arrive),
             {"x": np.arange(32, dtype=np.int32)},
             {"y": ((32,), "int32")},
-            parameters="const int* x, int* y",
-            args=("x", "y"),
             threads=64,
             seed=seed,
         )
@@ -388,7 +377,7 @@ if (threadIdx.x == 0) { AFTER }"""
 def test_the_source_of_a_bulk_store_is_free_after_its_wait(before: str, after: str, right: bool, seed: int) -> None:
     def launch() -> GridResult:
         body = BULK_STORE.replace("BEFORE", before).replace("AFTER", after)
-        return run(body, {}, {"y": ((32,), "float32")}, parameters="float* y", args=("y",), threads=64, seed=seed)
+        return run(body, {}, {"y": ((32,), "float32")}, threads=64, seed=seed)
 
     if right:
         assert (launch().outputs["y"] == 1).all()
@@ -431,7 +420,7 @@ def look_on(onlooker: str, emptied: int, stages: int, threads: int, seed: int) -
     body = ONLOOKER.replace("ONLOOKER", onlooker).replace("EMPTIED", str(emptied))
     before = f"constexpr int TILES = 6, STAGES = {stages};"
     outputs = {"y": ((32,), "int32")}
-    result = run(body, {}, outputs, parameters="int* y", args=("y",), threads=threads, before=before, seed=seed)
+    result = run(body, {}, outputs, threads=threads, before=before, seed=seed)
     assert (result.outputs["y"] == 15).all()
 
 

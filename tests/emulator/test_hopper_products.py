@@ -161,8 +161,6 @@ def test_sums_in_float16(n: int, shape: str, kind: str) -> None:
         "extern __shared__ __align__(1024) u8 s[];\n" + body + HALVES_STORE,
         {"a": a, "b": b},
         {"y": ((64, n), "uint16")},
-        parameters="const u8* a, const u8* b, unsigned short* y",
-        args=("a", "b", "y"),
         before=f"constexpr int N = {n};\n" + wgmma("mma", n, shape, f"f16.{kind}.{kind}", tail=tail),
         dynamic=32768,
     )
@@ -195,8 +193,6 @@ asm volatile("mov.b32 %0, {%1, %2};" : "=r"(d[1]) : "h"(h[2]), "h"(h[3]));
             "extern __shared__ __align__(1024) u8 s[];\n" + body.replace("USE", use),
             {"a": left.view(np.uint8), "b": right.view(np.uint8)},
             {"y": ((64, 8), "uint16")},
-            parameters="const u8* a, const u8* b, unsigned short* y",
-            args=("a", "b", "y"),
             before="constexpr int N = 8;\n" + wgmma("mma", 8, "k16", "f16.f16.f16", tail=", 1, 1, 0, 0"),
             dynamic=32768,
         )

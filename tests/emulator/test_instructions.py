@@ -20,14 +20,7 @@ def test_fused_multiply_add_rounds_once() -> None:
 def test_expf_as_it_is_without_fast_math() -> None:
     """It adds a number of magic with fma.rm."""
     x = np.linspace(-20, 20, 64, dtype=np.float32)
-    result = run(
-        "y[threadIdx.x] = expf(x[threadIdx.x]);",
-        {"x": x},
-        {"y": (64, "float32")},
-        parameters="const float* x, float* y",
-        args=("x", "y"),
-        threads=64,
-    )
+    result = run("y[threadIdx.x] = expf(x[threadIdx.x]);", {"x": x}, {"y": (64, "float32")}, threads=64)
     assert np.allclose(result.outputs["y"], np.exp(x.astype(np.float64)), rtol=3e-7, atol=0)
 
 
@@ -36,8 +29,6 @@ def test_constant_memory_holds_its_values() -> None:
         "y[threadIdx.x] = table[(int)x[threadIdx.x]];",
         {"x": np.arange(32, dtype=np.float32) % 4},
         {"y": (32, "float32")},
-        parameters="const float* x, float* y",
-        args=("x", "y"),
         before="__constant__ float table[4] = {5, 6, 7, 8};",
     )
     assert result.outputs["y"].tolist() == [5, 6, 7, 8] * 8
@@ -58,10 +49,6 @@ def test_what_a_division_by_zero_gives_is_another_thing_in_another_order(op: str
 def test_the_place_of_a_warp_tells_warps_of_a_block_apart_and_is_not_their_number() -> None:
     body = """unsigned place; asm volatile("mov.u32 %0, %%warpid;" : "=r"(place));
     if (threadIdx.x % 32 == 0) y[(blockIdx.x * blockDim.x + threadIdx.x) / 32] = place;"""
-    result = (
-        run(body, {}, {"y": (16, "uint32")}, parameters="unsigned* y", args=("y",), threads=256, blocks=2)
-        .outputs["y"]
-        .reshape(2, 8)
-    )
+    result = run(body, {}, {"y": (16, "uint32")}, threads=256, blocks=2).outputs["y"].reshape(2, 8)
     assert all(len(set(places)) == 8 and max(places) < 64 for places in result.tolist())
     assert (result != np.arange(8)).all()

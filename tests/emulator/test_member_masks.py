@@ -41,8 +41,6 @@ def exchange(statement: str, masks: list[int], values: Any = VALUES) -> tuple[li
         body,
         {"x": values, "masks": np.array(masks, np.uint32)},
         {"y": (len(values), "uint32"), "z": (len(values), "uint32")},
-        parameters="const int* x, const unsigned* masks, unsigned* y, unsigned* z",
-        args=("x", "masks", "y", "z"),
         threads=len(values),
         target=Target("sm_90a"),
     ).outputs
@@ -126,7 +124,7 @@ def test_half_a_warp_reduces_alone() -> None:
         'if (t % 32 < 16) { asm volatile("redux.sync.add.u32 %0, %0, 0xffff;" : "+r"(v)); } '
         "y[t] = v;"
     )
-    result = run(body, {}, {"y": (64, "uint32")}, parameters="unsigned* y", args=("y",), threads=64)
+    result = run(body, {}, {"y": (64, "uint32")}, threads=64)
     assert result.outputs["y"].tolist() == ([16] * 16 + [1] * 16) * 2
 
 
@@ -135,7 +133,7 @@ def test_threads_that_have_ended_take_no_part() -> None:
         "int t = threadIdx.x; if (t % 32 >= 20) return; unsigned v; "
         'asm volatile("redux.sync.add.u32 %0, %1, 0xffffffff;" : "=r"(v) : "r"(1)); y[t] = v;'
     )
-    result = run(body, {}, {"y": (64, "uint32")}, parameters="unsigned* y", args=("y",), threads=64)
+    result = run(body, {}, {"y": (64, "uint32")}, threads=64)
     assert result.outputs["y"].reshape(2, 32)[:, :20].tolist() == [[20] * 20] * 2
 
 

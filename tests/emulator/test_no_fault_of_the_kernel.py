@@ -292,15 +292,7 @@ if (threadIdx.x == 0) {
 
 
 def stored(wait: str, **how: Any) -> GridResult:
-    return run_hopper(
-        STORE.replace("WAIT", wait),
-        {"x": ROWS[0]},
-        {"y": ((32,), "float32")},
-        parameters="const float* x, float* y",
-        args=("x", "y"),
-        threads=32,
-        **how,
-    )
+    return run_hopper(STORE.replace("WAIT", wait), {"x": ROWS[0]}, {"y": ((32,), "float32")}, threads=32, **how)
 
 
 def test_a_bulk_store_that_nothing_waits_for_is_a_formal_finding(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -308,7 +300,7 @@ def test_a_bulk_store_that_nothing_waits_for_is_a_formal_finding(monkeypatch: py
     with pytest.raises(KernelFaultError, match="ended while a bulk store may still read") as raised:
         stored("")
     assert raised.value.level == "formal"
-    monkeypatch.setattr("tests.emulator.hopper.run_grid", lambda *a, **k: grid.run_grid(*a, **k, keep_formal=True))
+    monkeypatch.setattr("tests.emulator.kernels.run_grid", lambda *a, **k: grid.run_grid(*a, **k, keep_formal=True))
     result = stored("")
     assert (result.outputs["y"] == ROWS[0]).all()
     (finding,) = result.findings
@@ -318,14 +310,7 @@ def test_a_bulk_store_that_nothing_waits_for_is_a_formal_finding(monkeypatch: py
 
 
 def test_the_judge_counts_a_formal_finding_as_a_violation() -> None:
-    asked = request(
-        STORE.replace("WAIT", ""),
-        {"x": ROWS[0]},
-        {"y": ((32,), "float32")},
-        parameters="const float* x, float* y",
-        args=("x", "y"),
-        threads=32,
-    )
+    asked = request(STORE.replace("WAIT", ""), {"x": ROWS[0]}, {"y": ((32,), "float32")}, threads=32)
     image = KernelImage(b"", "k", (32, 1, 1), 0, (), to_ptx(asked.kernel, HOPPER, assemble=False))
     result = EmulatorSession().run(Executable(((image, asked.plan),)), asked.case, 3)
     assert (result.outputs["y"] == ROWS[0]).all()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 
@@ -19,7 +17,6 @@ ADDRESS = """__device__ unsigned at(const void* p) { return (unsigned)__cvta_gen
 
 def result(body: str, *, threads: int = 32, blocks: int = 1, seed: int = 0, before: str = ADDRESS) -> np.ndarray:
     """Return the 256 floats that a kernel computes; ``z`` are 256 integers, initially zero."""
-    arguments: dict[str, Any] = {"parameters": "const float* x, float* y, int* z", "args": ("x", "y", "z")}
     return run(
         body,
         {"x": np.arange(256, dtype=np.float32), "y": np.zeros(256, np.float32), "z": np.zeros(256, np.int32)},
@@ -29,7 +26,6 @@ def result(body: str, *, threads: int = 32, blocks: int = 1, seed: int = 0, befo
         seed=seed,
         before=(WMMA if "wmma::" in body else "") + before,
         target=Target("sm_90a"),
-        **arguments,
     ).outputs["y"]
 
 

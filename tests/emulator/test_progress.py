@@ -19,7 +19,6 @@ def launched(
     body: str, count: int, *, threads: int, blocks: int = 1, seed: int = 0, before: str = "", cooperative: bool = False
 ) -> GridResult:
     """Return a kernel with ``count`` outputs and 64 integers of scratch memory that are zero at first."""
-    arguments: dict[str, Any] = {"parameters": "int* y, int* scratch", "args": ("y", "scratch")}
     return run(
         body,
         {"scratch": np.zeros(64 + 2 * blocks, np.int32)},
@@ -29,7 +28,6 @@ def launched(
         seed=seed,
         before=before,
         cooperative=cooperative,
-        **arguments,
     )
 
 

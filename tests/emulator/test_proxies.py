@@ -6,7 +6,6 @@ Which pattern needs one, by what text: docs/emulator-details.md, "Fences between
 from __future__ import annotations
 
 import re
-from typing import Any
 
 import numpy as np
 import pytest
@@ -27,8 +26,8 @@ def result(body: str, *, threads: int = 64, seed: int = 0, before: str = "") -> 
     if (t == 0) { init(&full, 1); init(&empty, 1); init_fence(); }
     __syncthreads();
     """
-    arguments: dict[str, Any] = {"parameters": "const u32* x, u32* y", "args": ("x", "y"), "before": before}
-    return run(start + body, {"x": X}, {"y": ((512,), "uint32")}, threads=threads, seed=seed, **arguments).outputs["y"]
+    y = {"y": ((512,), "uint32")}
+    return run(start + body, {"x": X}, y, threads=threads, seed=seed, before=before).outputs["y"]
 
 
 #: A thread of warp 0 brings four tiles to one place, warp 1 reads them.

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 
@@ -17,7 +15,6 @@ X = np.arange(256, dtype=np.float32)
 
 def result(body: str, *, threads: int = 128, blocks: int = 1, seed: int = 0, before: str = "") -> np.ndarray:
     """Return the 256 floats that a kernel computes; ``z`` are 256 integers, initially zero."""
-    arguments: dict[str, Any] = {"parameters": "const float* x, float* y, int* z", "args": ("x", "y", "z")}
     return run(
         body,
         {"x": X, "y": np.zeros(256, np.float32), "z": np.zeros(256, np.int32)},
@@ -26,7 +23,6 @@ def result(body: str, *, threads: int = 128, blocks: int = 1, seed: int = 0, bef
         blocks=blocks,
         seed=seed,
         before=before,
-        **arguments,
     ).outputs["y"]
 
 

@@ -9,11 +9,9 @@ from greenfast.emulator.machine.faults import KernelFaultError
 from greenfast.spec.errors import UnsupportedError
 from tests.emulator.kernels import run
 
-SIGNATURE = {"parameters": "const int* x, int* y", "args": ("x", "y")}
-
 
 def output(before: str, body: str, x: np.ndarray, threads: int = 64, seed: int = 0) -> list[int]:
-    result = run(body, {"x": x}, {"y": (threads, "int32")}, threads=threads, before=before, seed=seed, **SIGNATURE)
+    result = run(body, {"x": x}, {"y": (threads, "int32")}, threads=threads, before=before, seed=seed)
     values: list[int] = result.outputs["y"].tolist()
     return values
 

@@ -21,12 +21,7 @@ def left(body: str, threads: int) -> tuple[list[float], list[float]]:
     """Return the initialised ``mean`` and the per-thread ``y`` after a kernel of three blocks."""
     outputs = {"mean": (3, "float32"), "y": (3 * threads, "float32")}
     asked = request(
-        f"int i = blockIdx.x * blockDim.x + threadIdx.x;\n{LOAD}{body}",
-        {"mean": MEAN},
-        outputs,
-        parameters="float* mean, float* y",
-        args=("mean", "y"),
-        threads=threads,
+        f"int i = blockIdx.x * blockDim.x + threadIdx.x;\n{LOAD}{body}", {"mean": MEAN}, outputs, threads=threads
     )
     ptx, plan = to_ptx(asked.kernel, asked.target, assemble=False), replace(asked.plan, grid=(3, 1, 1))
     result = run_grid(ptx, "k", asked.kernel.block, 0, plan, asked.case.inputs, asked.case.outputs)

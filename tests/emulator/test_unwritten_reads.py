@@ -17,9 +17,7 @@ float v = s[threadIdx.x];
 
 
 def output(use: str) -> list[float]:
-    result = run(
-        READ + use, {"x": X}, {"y": (64, "float32")}, parameters="const float* x, float* y", args=("x", "y"), threads=64
-    )
+    result = run(READ + use, {"x": X}, {"y": (64, "float32")}, threads=64)
     values: list[float] = result.outputs["y"].tolist()
     return values
 
