@@ -221,7 +221,17 @@ def calls() -> dict[str, tuple[Any, dict[str, Any]]]:
         "k_scale": scales[0], "v_scale": scales[1], "q_weight": normal(64), "k_weight": normal(64), "eps": 1e-6,
         "cos": cos, "sin": cos, "positions": torch.arange(6), "interleaved": False,
     }  # fmt: skip
+    reads: dict[str, Any] = {
+        "q": append["q"], "cu_seqlens_q": starts(3, 6), "max_seqlen_q": 3, "max_seqlen_k": 32, "causal": True,
+        "window_size": (8, 0), "softcap": 0.0, "softmax_scale": 0.1, "s_aux": torch.zeros(4),
+        "return_softmax_lse": True, "out": torch.zeros(6, 4, 64).bfloat16(),
+    }  # fmt: skip
     return {
+        "keys": (flash_attn_varlen_func, reads | {"k": append["k"], "v": append["v"], "cu_seqlens_k": starts(2, 6)}),
+        "paged": (flash_attn_varlen_func, reads | {
+            "k": pages[0], "v": pages[1], "k_descale": scales[0], "v_descale": scales[1], "block_table": table,
+            "seqused_k": torch.tensor([20, 32], dtype=I32),
+        }),
         "pages": (flash_attn_with_kvcache, step | {
             "k_cache": pages[0], "v_cache": pages[1], "k_descale": scales[0], "v_descale": scales[1],
             "rotary_cos": cos, "rotary_sin": cos, "rotary_seqlens": lengths, "out": torch.zeros(2, 3, 4, 64).bfloat16(),
@@ -235,7 +245,7 @@ def calls() -> dict[str, tuple[Any, dict[str, Any]]]:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["pages", "rows", "append"])
+@pytest.mark.parametrize("name", calls())
 def test_a_call_that_raises_writes_nothing(name: str) -> None:
     function, _ = calls()[name]
     names = calls()[name][1]
@@ -257,7 +267,18 @@ def test_a_call_that_raises_writes_nothing(name: str) -> None:
             if error is None:
                 continue
             refused += 1
+            assert len(str(error)) < 600
             for x, saved in zip(tensors, before, strict=True):
                 now, old = (t.view(-1).view(torch.uint8) for t in (x.detach().contiguous(), saved))
                 assert torch.equal(now, old), (argument, wrong, error)
     assert refused > 10 * len(names)
+
+
+@pytest.mark.parametrize(
+    "wrong", [None, "x", torch.ones(9), normal(2, 16, 2, 64).to_sparse()], ids=["None", "text", "1-D", "sparse"]
+)
+def test_pages_that_are_none(wrong: Any) -> None:
+    function, inputs = calls()["paged"]
+    for name in ("k", "v"):
+        with pytest.raises((TypeError, ValueError), match=rf"^{name}: "):
+            function(**inputs | {name: wrong})

@@ -425,26 +425,6 @@ def test_appending_sequences_of_other_lengths() -> None:
     assert relative(out, exact(list(inputs["q"]), keys, values)[0].view_as(out)) < OF_FORMAT
 
 
-def test_nothing_is_written_by_a_call_that_is_refused() -> None:
-    _, _, inputs = cached()
-    before = inputs["k_cache"].view(torch.uint8).clone()
-    new = normal(3, 2, 2, 64)
-    for changes, error, message in (
-        ({"v": new[:, :1]}, ValueError, "v: its shape"),
-        ({"s_aux": torch.ones(3)}, ValueError, "s_aux"),
-        ({"softmax_scale": -1.0}, ValueError, "softmax_scale: -1.0"),
-        ({"page_table": inputs["page_table"][:2]}, ValueError, "page_table"),
-        ({"rotary_cos": torch.ones(100, 16)}, ValueError, r"sin \(rotary_sin\): None"),
-        ({"cu_seqlens_k_new": torch.ones(4)}, ValueError, "k: .*total_new"),
-        ({"rotary_seqlens": torch.ones(2).int()}, ValueError, r"rotary_seqlens: .*int32 \(3,\) is needed"),
-        ({"page_table": inputs["page_table"][:, :0]}, ValueError, "page_table: .*new keys need pages"),
-        ({"k_descale": torch.ones(3, 2), "v_descale": torch.ones(3, 2)}, ValueError, "k_descale"),
-    ):
-        with pytest.raises(error, match=message):
-            flash_attn_with_kvcache(**(inputs | {"k": new, "v": new} | changes))
-        assert torch.equal(inputs["k_cache"].view(torch.uint8), before)
-
-
 UNSUPPORTED = [
     {"seqused_q": torch.ones(5).int()}, {"qv": torch.ones(1)}, {"attention_chunk": 64}, {"dropout_p": 0.1},
     {"alibi_slopes": torch.ones(4)}, {"cp_world_size": 2}, {"cp_tot_seqused_k": torch.ones(1)},
@@ -458,56 +438,6 @@ def test_what_no_kernel_computes(changes: dict[str, Any]) -> None:
     result = greenfast.explain_call(flash_attn_varlen_func, **varlen(), **changes)
     assert not result.taken
     assert result.reason.startswith(next(iter(changes)))
-
-
-@pytest.mark.parametrize(
-    ("changes", "error", "message"),
-    [
-        ({"cu_seqlens_k": None}, ValueError, "cu_seqlens_k: NoneType; .*without block_table it is needed"),
-        ({"max_seqlen_k": None}, TypeError, "max_seqlen_k: None; a whole number"),
-        ({"max_seqlen_q": None}, TypeError, "max_seqlen_q: None; a whole number"),
-        ({"causal": 1}, TypeError, "causal: 1; True or False"),
-        ({"window_size": 5}, TypeError, "window_size: 5; "),
-        ({"window_size": (1, -2)}, ValueError, r"window_size: \(1, -2\); numbers of at least -1"),
-        ({"num_splits": -1}, ValueError, "num_splits: -1"),
-        ({"k_descale": torch.ones(())}, ValueError, "k_descale, v_descale: given for k of torch.bfloat16"),
-        ({"q_descale": torch.ones(())}, ValueError, r"q_scale \(q_descale\): given for q of torch.bfloat16"),
-        ({"block_table": torch.ones(5, 1).int()}, ValueError, "seqused_k: None; with block_table"),
-        (
-            {"block_table": torch.ones(5, 1).int(), "page_table": torch.ones(5, 1).int()},
-            ValueError,
-            "page_table: given",
-        ),
-        ({"q": torch.ones(2, 3, 4, 64)}, ValueError, r"q: its shape is \(2, 3, 4, 64\); \(total_q, heads, head_dim\)"),
-        ({"q": None}, TypeError, "q: a torch.Tensor is needed, got NoneType"),
-        ({"k": torch.ones(178, 2, 64)}, TypeError, "k: its dtype is torch.float32"),
-        ({"max_seqlen_k": 128}, ValueError, r"max_seqlen_k: 128; a sequence has 130 keys"),
-    ],
-    ids=lambda x: ",".join(x) if isinstance(x, dict) else "",
-)
-def test_what_is_refused(changes: dict[str, Any], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        flash_attn_varlen_func(**(varlen() | changes))
-
-
-@pytest.mark.parametrize(
-    ("changes", "error", "message"),
-    [
-        ({"cache_leftpad": torch.ones(3)}, NotImplementedError, "cache_leftpad: a Tensor"),
-        ({"k": normal(3, 2, 2, 64)}, ValueError, "k, v: None; both are given"),
-        ({"rotary_cos": torch.ones(3, 8)}, ValueError, "k, v: None; both are given, or neither"),
-        ({"cache_batch_idx": torch.ones(3).int()}, ValueError, "cache_batch_idx: given with page_table"),
-        ({"cache_seqlens": torch.ones(3)}, TypeError, r"seqused_k \(cache_seqlens\): its dtype is torch.float32"),
-        ({"cache_seqlens": 5.0}, TypeError, "cache_seqlens: 5.0; a whole number"),
-        ({"cu_seqlens_q": torch.ones(4).int()}, ValueError, r"q: its shape is .*\(total_q, heads, head_dim\)"),
-        ({"out": torch.ones(3, 2, 4, 128).bfloat16().transpose(0, 1)}, ValueError, "out: its "),
-        ({"page_table": None}, ValueError, "v_cache: .*without page_table it has the shape of k_cache"),
-    ],
-    ids=lambda x: ",".join(x) if isinstance(x, dict) else "",
-)
-def test_what_is_refused_of_a_cache(changes: dict[str, Any], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        flash_attn_with_kvcache(**(cached()[2] | changes))
 
 
 def test_positional_arguments_are_flash_attention_3s() -> None:
