@@ -14,7 +14,7 @@ struct MaskParams {
   unsigned* bits;  // (tiles, kMaskTile, 4)
 };
 
-// What a lane packs at once: 16 columns of kPasses rows that are kRows apart. Eight lanes hold a row of a tile.
+// A lane packs 16 columns of kPasses rows at once; the rows are kRows apart. Eight lanes hold a row of a tile.
 constexpr int kColumns = 16, kRows = kMaskThreads / 8, kPasses = kMaskTile / kRows;
 static_assert(kPasses * kRows == kMaskTile && 8 * kColumns == kMaskTile);
 
@@ -59,7 +59,7 @@ struct SegmentSource {
   const Index* kv_segments;  // (batch, kv_len)
   int causal;                // whether a query attends to no later key
 
-  // As of BoolSource.
+  // See BoolSource::load.
   __device__ __forceinline__ void load(const MaskParams& p, int head, int row, int column, uint4 (&x)[kPasses]) const {
     const Index* const queries = q_segments + static_cast<long long>(head) * p.q_len;
     const Index* const keys = kv_segments + static_cast<long long>(head) * p.kv_len;
@@ -81,7 +81,7 @@ struct SegmentSource {
   }
 };
 
-// 1 in each byte that is not 0.
+// Replaces each byte except 0 by 1.
 __device__ __forceinline__ unsigned normalize_bytes(unsigned x) {
   return ((((x & 0x7f7f7f7fu) + 0x7f7f7f7fu) | x) >> 7) & 0x01010101u;
 }
@@ -167,7 +167,7 @@ struct ListParams {
   int2* entries;  // (blocks, key_tiles)
 };
 
-// Makes the lists of a table of tiles. Grid: blocks of kListThreads / 32 of them.
+// Makes the lists of a table of tiles, with a warp for each block of rows. Grid: blocks / (kListThreads / 32), rounded up.
 __device__ __forceinline__ void list_tiles(const ListParams& p) {
   const int block = blockIdx.x * (kListThreads / 32) + threadIdx.x / 32, lane = threadIdx.x % 32;
   if (block >= p.blocks) return;
@@ -195,7 +195,8 @@ struct BlockListParams {
   unsigned* bits;  // (1, kMaskTile, 4): of a last tile that reaches beyond kv_len
 };
 
-// Makes the lists of unordered lists of full tiles, in which any number may stand. Grid: as for list_tiles.
+// Makes the lists from indices of full tiles for each block of rows. Indices may be in any order, repeated or out of
+// range. Grid: as for list_tiles.
 template <class Index>
 __device__ __forceinline__ void list_blocks(const BlockListParams<Index>& p) {
   constexpr int kWindow = 1024;  // key tiles of a bitmap

@@ -45,9 +45,9 @@ template <class Traits>
 struct Epilogue {
   static constexpr int kOut = Traits::kHeadDim / 2;  // values of O; row sums follow with kRowSumByMma
 
-  // Writes O / sum and LSE of the rows below stop_row, which are counted in the output; rows that attend to non-finite
-  // keys become NaN. mainloop: provides p, o (overwritten), the V scale of o, and the softmax state. head, kv_head:
-  // counted over the batch.
+  // Writes O / sum and LSE of the rows first_row .. stop_row - 1 of the output. Rows that attend to non-finite keys
+  // become NaN. mainloop: provides p, o (overwritten), the V scale of o, and the softmax state. head, kv_head: counted
+  // over the batch.
   template <class Mainloop>
   __device__ __forceinline__ static void store(Mainloop& mainloop, int head, int first_row, int stop_row, int kv_head,
                                                const NonFiniteRows& nonfinite) {

@@ -41,7 +41,7 @@ struct KeyMask {
     return max(0, (col_limit(stop_row - 1) + kBlockN - 1) / kBlockN);
   }
 
-  // One past the last tile before whose end no row below stop_row begins.
+  // One past the last tile in which the keys of some row below stop_row begin.
   template <int kBlockN>
   __device__ __forceinline__ int n_block_begun(int stop_row) const {
     return (col_begin(stop_row - 1) + kBlockN - 1) / kBlockN;
@@ -134,7 +134,7 @@ struct TileList {
   __device__ __forceinline__ static int key_tiles(const FlashParams& p) {
     return (p.kv_len + kRowBlock - 1) / kRowBlock;
   }
-  // The same number in all threads of a warp, made known to the compiler, which saves registers.
+  // Shows the compiler that x is the same in all threads of a warp: this saves registers.
   __device__ __forceinline__ static int uniform(int x) { return __shfl_sync(__activemask(), x, 0); }
 };
 

@@ -10,7 +10,7 @@ struct OutputRows {
   unsigned heads;  // of a batch; unsigned, because signed division would cause spills
   int columns;     // the caller's head_dim: a multiple of 8, at most kHeadDim
 
-  // The offset of row 0 of a head, which is counted over all batches.
+  // The offset of row 0 of a head. head_index: counted over all batches.
   __device__ __forceinline__ long long first(unsigned head_index) const {
     return head_index * head + (gap == 0 ? 0 : head_index / heads * gap);
   }

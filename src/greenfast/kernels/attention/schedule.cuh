@@ -27,9 +27,9 @@ struct alignas(16) PackedKeys {
 
 // Sequences of several lengths, one after another in Q, K and V. Masks are aligned at the last row and key of each.
 //
-// The codes of K and V of a sequence begin at a multiple of kRowBlock: sequence b, whose keys begin at row r of K, at
-// (r + b * kRowBlock) / kRowBlock * kRowBlock. That leaves room for the last block of each sequence before it, whatever
-// the lengths, without a prefix sum (as FlashAttention-3 places its padded gradients).
+// The codes of K and V of a sequence begin at a multiple of kRowBlock. If the keys of sequence b begin at row r of K,
+// its codes begin at (r + b * kRowBlock) / kRowBlock * kRowBlock. That leaves room for the last block of each sequence
+// before it, whatever the lengths, without a prefix sum (as FlashAttention-3 places its padded gradients).
 struct PackedSequences {
   const int *cu_seqlens_q, *cu_seqlens_k;  // (batch + 1)
   const int* seqused_k;                    // (batch), or null: all keys

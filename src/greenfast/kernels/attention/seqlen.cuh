@@ -73,7 +73,7 @@ struct ScheduledSequence {
   __device__ __forceinline__ size_t first_kv_block(const ScheduledKeyRows& key_rows) const {
     return static_cast<size_t>(key_rows.kv_head) * ((p.kv_len + kRowBlock - 1) / kRowBlock) + first_key / kRowBlock;
   }
-  // Of sequences that are not packed, as in Sequence.
+  // As in Sequence; for sequences that are not packed.
   __device__ __forceinline__ int q_blocks() const { return (rows + kQueryBlock - 1) / kQueryBlock; }
   __device__ __forceinline__ size_t first_q_block() const { return static_cast<size_t>(head) * q_blocks(); }
 };

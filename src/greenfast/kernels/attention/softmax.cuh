@@ -21,15 +21,15 @@ struct OnlineSoftmax {
   // The largest P of a tile is stored as 448 = 2^kMaxOffset, the largest E4M3 number, so that small values keep their
   // precision.
   static constexpr float kMaxOffset = 8.807355f;
-  // With kPerTileBase this also holds if an earlier tile had a larger score, such as an attention sink, which would
-  // leave too few bits for all later keys. The base drops by at most 2^kMaxBaseDrop per tile, and not if the row sum
-  // exceeds kMaxSumForDrop. So the sum stays below 2^34, even if it does not include the last tile yet. A thread's own
-  // sum covers a quarter of the columns.
+  // With kPerTileBase this also holds if an earlier tile had a larger score: an attention sink would otherwise leave too
+  // few bits for all later keys. The base drops by at most 2^kMaxBaseDrop per tile, and not if the row sum exceeds
+  // kMaxSumForDrop. So the sum stays below 2^34, even if it does not include the last tile yet. A thread's own sum
+  // covers a quarter of the columns.
   static constexpr float kMaxBaseDrop = 8.0f, kMaxSumForDrop = Traits::kRowSumByMma ? 262144.0f : 65536.0f;  // 2^18
 
-  float base[2];  // subtracted from exponents: that of P = 2^kMaxOffset; -inf before the first key
+  float base[2];  // the exponent of a score with P = 2^kMaxOffset, subtracted from all; -inf before the first key
   float sum[2];   // row sum over this thread's columns; unused with kRowSumByMma
-  float top[2];   // with kSkip: the row's largest score so far, which `base` may be below; -inf before the first key
+  float top[2];   // with kSkip: the row's largest score so far, at least `base`; -inf before the first key
 
   __device__ __forceinline__ void start() {
 #pragma unroll
@@ -62,8 +62,8 @@ struct OnlineSoftmax {
            row_max[1] < fmaxf(top[1] + skip_log2, -CUDART_MAX_NORMAL_F);
   }
 
-  // Computes P from raw scores, which it overwrites; `pack` converts it to operands. Returns in `rescale` the factors
-  // for earlier tiles. row_max: of thread_tops. before: the rows' sums so far, perhaps without the last tile.
+  // Overwrites raw scores s and computes P; `pack` converts it to operands. Returns in `rescale` the factors for earlier
+  // tiles. row_max: from thread_tops. before: the rows' sums so far, perhaps without the last tile.
   //
   // Of each 16 values the first kExp2Emulated are computed on the FMA pipe, as pairs of halves (ptx::exp2_halves). The
   // others use the special-function unit (MUFU), the bottleneck: 16 results per multiprocessor and clock.
@@ -136,7 +136,7 @@ struct OnlineSoftmax {
   // Subtracts kShift from the raw scores by way of the biases, at no cost per score. The bias is then rounded at the
   // magnitude of kShift times the scale: all exponents of a tile are off by the same amount, up to 0.75 times the
   // scale. That is less than one unit of an integer score, while quantization errors are some hundred units. If it
-  // exceeds 2^-8, the scores themselves are shifted, which is exact.
+  // exceeds 2^-8, the scores themselves are shifted, exactly.
   template <class Variant>
   __device__ __forceinline__ static void subtract_shift(float (&s)[kScores], const Scales& scales,
                                                         float (&bias)[kScales][2]) {
@@ -157,8 +157,8 @@ struct OnlineSoftmax {
   }
 
   // Raw maxima of a thread's two rows over the scores of one K scale: if above the base or, with kPerTileBase, always.
-  // Uses integer max on the float bits, three operands at a time and starting from 0, which is right for positive
-  // floats. If the result is 0, all scores are negative: then the largest has the smallest bits.
+  // Uses integer max on the float bits, three operands at a time and starting from 0. This is right for positive floats.
+  // If the result is 0, all scores are negative: then the largest has the smallest bits.
   template <class Variant>
   __device__ __forceinline__ void thread_maxima(const float (&s)[kScores], int scale, float (&row_max)[2]) {
     constexpr int kCount = kScores / kScales;

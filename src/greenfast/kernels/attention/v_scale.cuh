@@ -15,7 +15,7 @@ template <class Traits>
 struct VScaleTracker {
   static constexpr float kMinRatio = 5.16987883e-26f;  // of the largest scale
 
-  float acc_rescale;  // factor for O, to change its scale to that of the next tile
+  float acc_rescale;  // factor for O, to change its scale to the next tile's
   float acc_scale;    // scale of O
   float max_scale;    // largest scale of a tile so far
   float tile_scale;   // of the tile before, with kScheduled
@@ -27,7 +27,7 @@ struct VScaleTracker {
     }
   }
 
-  // Returns the factor for the tile whose scale is at index next_block - 1. fmaxf ignores a NaN scale (of zero codes).
+  // Returns the factor for the tile with the scale at index next_block - 1. fmaxf ignores a NaN scale (of zero codes).
   __device__ __forceinline__ float next(const FlashParams& p, int next_block) {
     if constexpr (!Traits::kValueBlockScales) return 1.0f;
     const float before = acc_scale, tile_scale = ptx::load_written(p.v_scale + next_block - 1);
@@ -37,12 +37,12 @@ struct VScaleTracker {
     return before * ptx::inverse(acc_scale);
   }
 
-  // With kScheduled: only loads the scale of such a tile.
+  // With kScheduled: only loads the scale of that tile.
   __device__ __forceinline__ void load(const FlashParams& p, int next_block) {
     tile_scale = ptx::load_written(p.v_scale + next_block - 1);
   }
 
-  // Returns the scale of the final O; 1 with per-channel scales, which the epilogue applies.
+  // Returns the scale of the final O; 1 with per-channel scales (the epilogue applies them).
   __device__ __forceinline__ float last(const FlashParams& p, int kv_head) const {
     if constexpr (Traits::kValueBlockScales) {
       return acc_scale;

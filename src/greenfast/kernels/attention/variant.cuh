@@ -82,7 +82,7 @@ struct ScoreScales {
   }
 };
 
-// Transforms a tile's raw scores to the floats that mask and softmax use, and provides the scales of these.
+// Transforms a tile's raw scores to the floats that mask and softmax use, and provides the floats' scales.
 template <class Traits, bool kCapped = (Traits::kSoftcap > 0.0f)>
 struct ScoreVariant {
   static constexpr float kShift = RawScore<Traits::kInt8>::kShift;  // offset that raw scores contain

@@ -1,4 +1,4 @@
-// The use of a block's 16 named barriers, by kernel. Barrier 0 is that of __syncthreads().
+// The use of a block's 16 named barriers, by kernel. __syncthreads() uses barrier 0.
 #pragma once
 
 #include "ptx/barrier.cuh"

@@ -28,7 +28,7 @@ struct MergeParams {
   MergeRows<const typename Cfg::B> b;
   MergeRows<typename Cfg::Out> out;
   const float *lse_a, *lse_b;  // a: (batch x heads, rows); b: (batch x heads, rows - first)
-  float* lse_out;              // must not alias lse_a, which other threads of the row still read
+  float* lse_out;              // must not alias lse_a: other threads of the row still read it
   int heads, rows;
   int first;  // the first row of b; earlier rows are copied from a
 };

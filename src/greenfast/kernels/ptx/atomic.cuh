@@ -3,7 +3,7 @@
 
 namespace greenfast::ptx {
 
-// Adds with release semantics: writes ordered before it are visible to a thread whose load_acquire reads the sum.
+// Adds with release semantics: writes ordered before it are visible to a thread after its load_acquire reads the sum.
 __device__ __forceinline__ void add_release(unsigned* counter, unsigned x) {
   asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(counter), "r"(x) : "memory");
 }

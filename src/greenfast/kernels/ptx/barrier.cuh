@@ -12,7 +12,7 @@ __device__ __forceinline__ void barrier_arrive(int id, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// Waits likewise, and returns whether `vote` is true in all of these threads.
+// Waits like barrier_sync, and returns whether `vote` is true in all `threads` threads.
 __device__ __forceinline__ bool barrier_all(int id, int threads, bool vote) {
   int all;
   asm volatile(

@@ -3,8 +3,8 @@
 
 namespace greenfast::ptx {
 
-// Copies 16 bytes, of which the first `valid_bytes` (0 or 16) come from `src` and the rest are zero.
-// Both addresses must be 16-byte aligned; `src` is not read where valid_bytes is 0.
+// Writes 16 bytes: the first `valid_bytes` (0 or 16) from `src`, the rest zero. Both addresses must be 16-byte aligned.
+// `src` is not read if valid_bytes is 0.
 __device__ __forceinline__ void cp_async_16(void* smem_dst, const void* src, int valid_bytes) {
   const unsigned dst = static_cast<unsigned>(__cvta_generic_to_shared(smem_dst));
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(dst), "l"(src), "r"(valid_bytes) : "memory");

@@ -18,8 +18,8 @@ __device__ __forceinline__ unsigned pack_e4m3(const float (&x)[4]) {
 //
 // The bits of a half are about 1024 (x + 15), with a mantissa linear in x (Schraudolph, 1999). Halves below 2^-13 are
 // integers in units of 2^-24, so conversion to half rounds 64 (x + 14) to an integer t, and negative numbers to 0. The
-// result is 16 t + 1024 plus the deviation of 2^f from its chord, f = t / 64 mod 1, which is about 1024 c ((f - 1/2)^2
-// - 1/4) with c = 0.34375. In the same units that is u^2 + 936, with u = 32 sqrt(c) (f - 1/2).
+// result is 16 t + 1024 plus the deviation of 2^f from its chord, f = t / 64 mod 1. The deviation is about
+// 1024 c ((f - 1/2)^2 - 1/4) with c = 0.34375. In the same units that is u^2 + 936, with u = 32 sqrt(c) (f - 1/2).
 constexpr float kExp2HalfScale = 64.0f / 16777216.0f;
 constexpr float kExp2HalfBias = 14.0f * kExp2HalfScale;
 

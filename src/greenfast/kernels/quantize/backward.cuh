@@ -1,9 +1,10 @@
 // Quantizes the inputs of a backward pass to the layouts that attention/sm90/backward.cuh reads.
 //
-// sum_keys adds the rows of K, and finds the largest numbers of V after the rotation. measure_keys finds those of K minus
-// its mean. encode_backward writes the codes and the tables. A block takes kTileRows rows: it rotates them for the int8 codes (rows_transform.cuh), and reads them again for the
-// transposed E4M3 codes, which are not rotated. The mean of K is exact: rounding of dO V^T adds nearly the same number
-// to a whole row of dP, and in dQ = dS K that number meets the part of the mean that is left in K.
+// sum_keys adds the rows of K, and finds the largest numbers of V after the rotation. measure_keys finds the largest
+// numbers of K minus its mean. encode_backward writes the codes and the tables. A block takes kTileRows rows: it rotates
+// them for the int8 codes (rows_transform.cuh), and reads them again, without a rotation, for the transposed E4M3
+// codes. The mean of K is exact: rounding of dO V^T adds nearly the same number to a whole row of dP, and in dQ = dS K
+// that number is multiplied by the part of the mean that is left in K.
 #pragma once
 
 #include "attention/sm90/backward.cuh"
@@ -87,7 +88,7 @@ struct BackwardTile {
   using In = typename Cfg::In;
   using Columns = BackwardColumns<Cfg>;
   static constexpr int kWarps = Cfg::kThreads / 32;
-  // Of the E4M3 codes: a row can have a number that is sqrt(kHeadDim) times larger than any after the rotation.
+  // For the E4M3 codes: a row can have a number that is sqrt(kHeadDim) times larger than any after the rotation.
   static constexpr float kFactor = Cfg::kHeadDim <= 128 ? 0.25f : 0.125f;
   static_assert(kWarps * kQueryBlock == Cfg::kTileRows * Rows::kSplit, "kSplit warps rotate 16 rows");
 
@@ -102,8 +103,8 @@ struct BackwardTile {
         row{first + static_cast<int>(threadIdx.x) / 32 / Rows::kSplit * kQueryBlock + Rows::row_of_warp(),
             first + static_cast<int>(threadIdx.x) / 32 / Rows::kSplit * kQueryBlock + Rows::row_of_warp() + 8} {}
 
-  // The word of four columns of a row. Words of a row are exchanged, so that threads that read 16 keys each meet in
-  // fewer banks. Without signs, whose divisions are not shifts alone.
+  // The word of four columns of a row. Words of a row are exchanged, so that threads that read 16 keys each have fewer
+  // bank conflicts. Unsigned, so that divisions are shifts.
   __device__ __forceinline__ static unsigned word_index(unsigned key, unsigned word) {
     constexpr unsigned kChunks = Cfg::kTileRows / 16, kWords = 32 / kChunks, kMost = Cfg::kHeadDim / 4 / kWords;
     return key * Cfg::kHeadDim / 4 + (word ^ kWords * (key / 16 % (kMost < kChunks ? kMost : kChunks)));
@@ -187,9 +188,9 @@ struct BackwardTile {
     }
   }
 
-  // Writes the E4M3 codes of the tile's columns, (kHeadDim, stop_row rounded up to 16) of the head. factor(step, i): of row i of the tile,
-  // which is kRows * step + (a thread's first row). sum(step, values): a thread's part of a sum over the row, for eight
-  // columns; the sums are written to row_sums.
+  // Writes the E4M3 codes of the tile's columns, (kHeadDim, stop_row rounded up to 16) of the head. factor(step, i): the
+  // factor of the tile's row i = kRows * step + (a thread's first row). sum(step, values): a thread's part of a sum over
+  // the row, for eight columns; the sums are written to row_sums.
   template <bool kCentered, class Factor, class Sum = NoRowSum>
   __device__ __forceinline__ void write_transposed(const Head& head, int stop_row, unsigned char* codes, Factor factor,
                                                    Sum sum = {}, float* row_sums = nullptr,
@@ -274,7 +275,7 @@ struct BackwardTile {
   }
 };
 
-// Sums over the rows of K, of at most kMostChunks chunks of a head, which are whole tiles.
+// Sums over the rows of K, for at most kMostChunks chunks of a head. Chunks are whole tiles.
 struct KeySums {
   static constexpr int kMostChunks = 32, kLeastRows = 1024;
   const int rows, chunks;

@@ -38,7 +38,7 @@ struct SecondRows<Cfg, true> {
   }
 };
 
-// One head of a tensor. With kParts it is one head of two tensors: the rows of the second one follow those of the first.
+// One head of a tensor. With kParts it is one head of two tensors, first all rows of the first, then the second's.
 template <class Cfg>
 struct HeadRows : SecondRows<Cfg> {
   using Loaded = Pack<typename Cfg::In, kVector>;

@@ -1,5 +1,5 @@
 // Quantizes K and V of packed sequences (attention/schedule.cuh) for attention, with the numerics of qkv.cuh for each
-// sequence. Layouts: K (kv_heads, rows, kHeadDim), V (kv_heads, kHeadDim, rows), where rows counts those of all blocks.
+// sequence. Layouts: K (kv_heads, rows, kHeadDim), V (kv_heads, kHeadDim, rows). rows: key_blocks * kRowBlock.
 #pragma once
 
 #include "attention/schedule.cuh"
@@ -10,7 +10,7 @@
 namespace greenfast {
 
 struct QuantizePackedParams {
-  QuantizeInput k, v;  // batch_stride is that of a row
+  QuantizeInput k, v;  // batch_stride is the stride of a row
   unsigned char *k_codes, *v_codes;
   float* k_scale;  // (kv_heads, key_blocks), or (kv_heads, key_blocks, kKeyGroups)
   float* v_scale;  // (kv_heads, key_blocks)

@@ -121,7 +121,7 @@ struct RowsQuantizer {
     __syncthreads();
   }
 
-  // Computes the means of kMeanGroup keys each, by the warps of two groups of rows. part: 0 or 1, which of them.
+  // Computes the means of kMeanGroup keys each, by the warps of two groups of rows. part: the group, 0 or 1.
   __device__ __forceinline__ void compute_group_means(const HeadRows<Cfg>& from, int part,
                                                       GroupMeans<Cfg>& group_mean) const {
     // Lanes of rows i and i + 4 hold a group of four adjacent samples. Each sample is at a different offset in its
@@ -219,8 +219,8 @@ struct RowsQuantizer {
     return scale;
   }
 
-  // Quantizes a tile of Q. start_next: see RowsPrologue::transform. turn: of the shared amax; 1 after a tile of K, whose
-  // amax other warps may still read.
+  // Quantizes a tile of Q. start_next: see RowsPrologue::transform. turn: of the shared amax; 1 after a tile of K, because
+  // other warps may still read that tile's amax.
   template <class StartNext = NoNext>
   __device__ __forceinline__ void quantize_q(int tile, unsigned char* codes, float* scales, StartNext start_next = {},
                                              int turn = 0) const {

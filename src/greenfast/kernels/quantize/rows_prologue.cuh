@@ -76,7 +76,7 @@ struct RowsPrologue<Cfg, true> {
   using Weight = typename Cfg::Weight;
   using Table = typename Cfg::Table;
 
-  // Of a row in shared memory: the cosines, then the sines. kAngleRow, the distance of two rows, lets a quarter of a
+  // A row in shared memory: the cosines, then the sines. kAngleRow, the distance of two rows, lets a quarter of a
   // warp read its two rows from different banks.
   static constexpr int kSines = (kHalf + kVector - 1) / kVector * kVector;
   using Angle = typename Cfg::TileAngle;

@@ -18,7 +18,7 @@
 
 namespace greenfast {
 
-// Cfg: kHeadDim; kColumns, those of the input; kRotate; kInt8, whether codes are int8, or E4M3; In, the input's type.
+// Cfg: kHeadDim; kColumns, of the input; kRotate; kInt8, whether codes are int8, or E4M3; In, the input's type.
 template <class Cfg, int kWarpsOfRows = Cfg::kHeadDim <= 128 ? 1 : 2>
 struct RowsTransform {
   static constexpr int kParts = Cfg::kHeadDim / 64;  // parts of 64 columns

@@ -118,7 +118,7 @@ struct AppendRow {
     }
   }
 
-  // Quantizes a row with the given scale, or with its own, which is returned. If the scale is NaN, codes are 0.
+  // Quantizes a row with the given scale, or computes and returns its own. If the scale is NaN, codes are 0.
   __device__ __forceinline__ static float quantize(const float (&x)[kAppendColumns], const float* given,
                                                    unsigned (&codes)[kAppendColumns / 4]) {
     float scale, inverse;
@@ -190,7 +190,7 @@ struct AppendTransform {
     }
   }
 
-  // Loads angles; NaN if the table has no such row, and in threads whose columns are not rotated.
+  // Loads angles; NaN if the table has no such row, and in threads without rotated columns.
   __device__ __forceinline__ static void read_angles(const void* table, long long stride, long long position,
                                                      int column, bool finite_mask, float (&out)[kVector]) {
     using Angles = Pack<typename Cfg::Table, kVector>;

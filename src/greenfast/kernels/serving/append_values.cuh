@@ -27,7 +27,7 @@ struct AppendValues {
   using Storage = AppendValuesStorage<Cfg>;
   static constexpr int kWords = Cfg::kHeadDim / 4;
   static_assert(kValueTokens % Row::kRows == 0 && Row::kRows >= kHalo && Cfg::kThreads >= kHalo * 2 + kValueTokens,
-                "whole steps in a tile, one for the tokens behind it, and a thread for each slot");
+                "whole steps in a tile, one for the tokens after it, and a thread for each slot");
 
   static constexpr int kNone = kValueTokens;
 

@@ -5,9 +5,9 @@
 // row. S = Q K^T and P V are wgmma on E4M3. P V of a tile overlaps with the softmax of the next (FlashAttention-3, Shah
 // et al., 2024). O of a chunk stays in the wgmma accumulators; chunks are merged in fp32.
 //
-// Pages of K are row-major. Pages of V are grouped: for each 16 keys a matrix (head_dim, 16), which is V transposed,
-// its keys in the register order of the S accumulators (KEY_ORDER in attention/config.py). Or they are row-major:
-// producer warps then transpose them in shared memory. decode_swap_ab.cuh reads row-major V without a transpose.
+// Pages of K are row-major. Pages of V are grouped: for each 16 keys a matrix (head_dim, 16), V transposed, with its
+// keys in the register order of the S accumulators (KEY_ORDER in attention/config.py). Or they are row-major: producer
+// warps then transpose them in shared memory. decode_swap_ab.cuh reads row-major V without a transpose.
 //
 // NaN in K, or in a token scale, makes NaN all rows that attend to the key. NaN in V makes NaN its column in all rows
 // of the row tile if one of them attends to its key, because 0 times NaN is NaN. This includes earlier query tokens,

@@ -129,10 +129,10 @@ struct Consumer : Output<T> {
     ptx::wgmma_commit();
   }
 
-  // One tile with kOverlap: its S = Q K^T, the P V of the previous tile, which runs during this tile's softmax, and its
-  // P. V is waited for after S has started: with one stage V arrives later than K. kMasked: the tile may have a mask
-  // (tested at run time with kRuntimeMask). kFirst: first tile of the work item. kNew: first tile of a chunk. kHalf:
-  // only the first half of its keys is unmasked.
+  // One tile with kOverlap: its S = Q K^T, then its softmax to P while P V of the previous tile runs. The wait for V
+  // comes after the start of S: with one stage V arrives later than K. kMasked: the tile may have a mask (tested at run
+  // time with kRuntimeMask). kFirst: first tile of the work item. kNew: first tile of a chunk. kHalf: only the first
+  // half of its keys is unmasked.
   template <bool kMasked, bool kFirst, bool kNew, bool kHalf = false>
   __device__ __forceinline__ void overlapped_step(int tile, unsigned (&p_frag)[kSteps][4]) {
     float s[kHalf ? kScores / 2 : kScores], rescale[2];
@@ -181,7 +181,7 @@ struct Consumer : Output<T> {
         },
         has_mask(tile));
     if constexpr (!kFirst && T::kStages > 1) end_output();
-    // After P V, which was reading p_frag.
+    // Only now: P V has read p_frag.
     if constexpr (kHalf) {
       unsigned half[kSteps / 2][4];
       softmax.pack(s, half);
@@ -282,7 +282,7 @@ struct Consumer : Output<T> {
   __device__ __forceinline__ void find_unmasked() {
     const auto uniform = [](int x) {
       return __shfl_sync(0xffffffffu, x, 0);
-    };  // makes it uniform for the compiler, which saves registers
+    };  // uniform for the compiler: saves registers
     n_block_unmasked_min = uniform((rows.unmasked_begin + kBlockN - 1) / kBlockN);
     n_block_unmasked_max = uniform(rows.unmasked_end / kBlockN);
   }

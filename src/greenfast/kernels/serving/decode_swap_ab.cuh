@@ -1,9 +1,9 @@
 // Attention for row tiles of at most 16 rows, for decoding. Unlike consumer.cuh it swaps the operands: S^T = K Q^T and
 // O^T = V^T P^T, with rows as the N dimension. So 8 or 16 rows are not padded to the 64 of wgmma's M, and all threads
-// of the warpgroup share their softmax. The results have the same bits as those of consumer.cuh.
+// of the warpgroup share their softmax. The results have the same bits as consumer.cuh's.
 //
 // P^T goes through shared memory. A row sum is added up in the order of Softmax. Row-major V is read into registers as
-// the A operand; row i of 16 is then column 2 i, or 2 i - 15 from 8 on, which no product depends on.
+// the A operand; row i of 16 is then column 2 i, or 2 i - 15 from 8 on. No product depends on this order.
 #pragma once
 
 #include <math_constants.h>
@@ -41,7 +41,7 @@ struct DecodeSwapAB {
   __device__ __forceinline__ DecodeSwapAB(const AttentionParams& p, Storage<T>& shared)
       : c(p, shared, 0), decode(shared.decode) {}
 
-  // Register i belongs to the thread's row thread_row(i), which is row(thread_row(i)) of the tile.
+  // Register i belongs to the thread's row thread_row(i). In the tile this is row(thread_row(i)).
   __device__ __forceinline__ static constexpr int thread_row(int i) { return i / 4 * 2 + i % 2; }
   __device__ __forceinline__ static int row(int thread_row) {
     return thread_row / 2 * 8 + threadIdx.x % 4 * 2 + thread_row % 2;

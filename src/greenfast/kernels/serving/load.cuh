@@ -296,8 +296,8 @@ __device__ __forceinline__ void transpose_v_loop(Storage<T>& shared) {
   }
 }
 
-// Loads a token's scale of K or V. For decoding it is read once: an ordinary load would keep the line in L1 and L2,
-// which makes decoding 13 % slower at head dim 64. L1 no-allocate, or the L2 hint, is enough to avoid that.
+// Loads a token's scale of K or V. For decoding it is read once. An ordinary load would keep the line in L1 and L2, and
+// make decoding 13 % slower at head dim 64. L1 no-allocate, or the L2 hint, is enough to avoid that.
 template <class T>
 __device__ __forceinline__ float load_token_scale(const float* from) {
   if constexpr (T::kSwapAB) {

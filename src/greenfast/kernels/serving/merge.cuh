@@ -1,5 +1,5 @@
-// Merging of partial results, which are O, row maxima and row sums of the same rows over different keys; and the
-// finalization of O and LSE.
+// Merging of partial results (O, row maxima and row sums of the same rows over different keys), and the finalization of
+// O and LSE.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -133,7 +133,7 @@ struct Results {
     const Work& work = split_work.work;
     const int results = split_work.results, blocks = split_work.blocks;
     const int warp = threadIdx.x / 32, result_step = p.slot_rows * (T::kHeadDim + 2) / 4;
-    // By all warps but the first, in which a thread waits for the other blocks meanwhile.
+    // All warps but the first do this. Meanwhile a thread of the first waits for the other blocks.
     const auto list_offsets = [&](int begin) {
       if (threadIdx.x < 32) return;
       for (int i = threadIdx.x - 32; i < min(results - begin, CombineStorage::kResults); i += kThreads - 32) {

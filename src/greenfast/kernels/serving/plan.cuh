@@ -178,10 +178,10 @@ __device__ __forceinline__ void make_plan(const Batch& batch, int* words, int bl
   const long long k_chunks = carry;
   const int max_splits = blocks / parallel_heads;
   const long long k_chunks_per_split = max(1LL, (k_chunks + max_splits - 1) / max_splits), max_tile_chunks = max_chunks;
-  // All splits have the same length, except the last one, which may leave a few blocks idle. Sequences are then seldom
-  // cut, because their numbers of chunks are often a multiple of the split length, or the reverse. If many blocks would
-  // be idle, the lengths of splits differ by one instead. If there are fewer chunks than blocks, the first blocks get
-  // one each: they run on different multiprocessors.
+  // All splits have the same length, except the last one. A few blocks may be idle. Sequences are then seldom cut,
+  // because their numbers of chunks are often a multiple of the split length, or the reverse. If many blocks would be
+  // idle, the lengths of splits differ by one instead. If there are fewer chunks than blocks, the first blocks get one
+  // each: they run on different multiprocessors.
   const int needed = Plan::quotient(k_chunks + k_chunks_per_split - 1, static_cast<int>(k_chunks_per_split));
   const bool equal_splits = k_chunks_per_split == 1 || 16 * needed >= 15 * max_splits;
   const int splits = max(1, equal_splits ? needed : max_splits);

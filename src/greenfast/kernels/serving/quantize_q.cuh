@@ -8,7 +8,7 @@
 
 namespace greenfast::serving {
 
-// The index of a thread among those that share its rows.
+// The index of a thread among the threads that share its rows.
 template <class T>
 __device__ __forceinline__ int row_thread() {
   return threadIdx.x % T::kRowThreads;
@@ -39,8 +39,8 @@ struct QRows {
                        kRowsPerPass = T::kRowThreads / kLanes;  // threads per row; rows per pass
   static constexpr int kPasses = (T::kWarpgroupRows + kRowsPerPass - 1) / kRowsPerPass;
   static constexpr int kBytes = T::kQRowBytes / T::kHeadDim;
-  // In units of 8 bytes, which divide all strides: 32-bit products suffice. 64-bit products would be most of the
-  // instructions here.
+  // Strides are in units of 8 bytes, a divisor of all strides: 32-bit products suffice. 64-bit products would be most of
+  // the instructions here.
   const uint2* tile_q;
   int token_step, head_step, group, first, stop;
   unsigned group_inverse;
@@ -75,7 +75,7 @@ struct QRows {
 template <class T>
 __device__ __forceinline__ void* thread_scratch(Storage<T>& shared, int pass) {
   constexpr int kOwn = (T::kColumns / 2 - T::kTotalsInRegs) / 4;
-  static_assert(QRows<T>::kPasses <= kOwn, "a thread's parts of Q lie in the memory of its stats");
+  static_assert(QRows<T>::kPasses <= kOwn, "a thread's parts of Q fit in the memory of its totals");
   return &shared.totals[threadIdx.x / 128 * kOwn + pass][threadIdx.x % 128];
 }
 
@@ -147,7 +147,7 @@ __device__ __forceinline__ void quantize_passes(Storage<T>& shared, Rows& rows, 
   }
 }
 
-// Quantizes the warpgroup's rows of Q. Called by the threads that share these rows.
+// Quantizes the warpgroup's rows of Q, by all threads that share them.
 template <class T>
 __device__ __forceinline__ void quantize_q(const AttentionParams& p, Storage<T>& shared, Rows& rows, int warpgroup_m,
                                            const Work& work, float scale, unsigned signs) {

@@ -54,8 +54,8 @@ struct Softmax {
   }
 
   // Maxima of a thread's two rows, if above the chunk's maxima so far. Uses integer max on the float bits, three
-  // operands at a time and starting from 0, which is right for positive floats. If the result is 0 and the row maximum
-  // so far is negative, all scores are negative: then the largest has the smallest bits. Two chains per row, for
+  // operands at a time and starting from 0. This is right for positive floats. If the result is 0 and the row maximum so
+  // far is negative, all scores are negative: then the largest has the smallest bits. Two chains per row, for
   // instruction-level parallelism.
   template <int kCount>
   __device__ __forceinline__ void thread_max(const float (&s)[kCount], float (&row_max)[2]) const {

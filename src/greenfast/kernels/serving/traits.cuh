@@ -41,7 +41,7 @@ struct Barrier {
 //   bool kSharedTotals     O summed over chunks is in shared memory, else in registers
 //   int kSmemBytes         sizeof(Storage), to check the plan in Python
 //   bool kTokenScales      K and V have a scale per token and head, else per head
-//   bool kRowMajorV        pages of V are row-major like those of K, else grouped (transposed groups of 16 keys)
+//   bool kRowMajorV        pages of V are row-major like K's, else grouped (transposed groups of 16 keys)
 //   bool kSoftcap          scores s become softcap * tanh(s / softcap)
 //   bool kQuantizedQ       Q is E4M3 with a scale per sequence and KV head, else of type In
 //   type In, Out           half or __nv_bfloat16
@@ -164,7 +164,7 @@ struct Storage {
   alignas(16) float4 totals[T::kSharedTotals ? T::kConsumers * (T::kColumns / 2 - T::kTotalsInRegs) / 4 : 1]
                            [T::kSharedTotals ? 128 : 1];
   KeyScales key_scales[T::kTokenScales ? T::kScaleStages : 1];
-  Work next;             // the work item whose Q is in staged_q; chunks == 0: no more work
+  Work next;             // the work item with its Q in staged_q; chunks == 0: no more work
   float next_scales[2];  // of K and V, with kPrefetchScales
   Rows rows[T::kWarpgroupsM];
   RowStats stats[T::kConsumers];

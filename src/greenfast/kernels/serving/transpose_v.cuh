@@ -1,8 +1,8 @@
 // Transposes row-major V, (pages, page_size, kv_heads, head_dim), in shared memory.
 //
 // ldmatrix handles 16-bit elements, so .trans gives a lane two columns of two keys per register. Of keys 0..7 and 8..15
-// of sixteen, lane 4 r + q receives keys 2 q, 2 q + 1, 2 q + 8 and 2 q + 9 of columns 2 r and 2 r + 1, which is one
-// word of grouped V per column. FlashAttention-3 (Shah et al., 2024) transposes with ldmatrix too.
+// of sixteen, lane 4 r + q receives keys 2 q, 2 q + 1, 2 q + 8 and 2 q + 9 of columns 2 r and 2 r + 1: one word of
+// grouped V per column. FlashAttention-3 (Shah et al., 2024) transposes with ldmatrix too.
 #pragma once
 
 #include "ptx/mma.cuh"

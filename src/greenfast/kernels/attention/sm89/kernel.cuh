@@ -1,9 +1,9 @@
 // Attention forward for Ada (sm_89): mma.m16n8k32 on 8-bit operands, scores and P in registers. Q and K are E4M3 or
 // int8; V and P are E4M3. Unlike the Hopper kernel it has no TMA, no warp specialization, and one scale per head.
 //
-// A block of four warps computes 64 query rows of one head, 16 per warp, and iterates over tiles of 64 keys, which
-// cp.async loads one tile ahead, as in FlashAttention-2 (Dao, 2023). V is transposed and its keys are permuted, so that
-// the accumulators of Q K^T are the A operand of P V (sm90/kernel.cuh). Online softmax in base 2.
+// A block of four warps computes 64 query rows of one head, 16 per warp, and iterates over tiles of 64 keys. cp.async
+// loads them one tile ahead, as in FlashAttention-2 (Dao, 2023). V is transposed and its keys are permuted, so that the
+// accumulators of Q K^T are the A operand of P V (sm90/kernel.cuh). Online softmax in base 2.
 #pragma once
 
 #include <cuda_fp16.h>

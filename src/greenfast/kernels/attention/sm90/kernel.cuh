@@ -3,7 +3,7 @@
 // A producer warp loads tiles; each of kConsumers warpgroups computes 64 query rows: the main loop over key tiles
 // (mainloop.cuh), then the epilogue. With kPromoteAccum the sum over tiles is in fp32; the tensor cores' own
 // accumulation keeps about 14 bits. Warp specialization, ping-pong and the overlap of P V with the next softmax
-// (kOverlap) are those of FlashAttention-3 (Shah et al., 2024).
+// (kOverlap) are as in FlashAttention-3 (Shah et al., 2024).
 //
 // V is transposed, (heads, head_dim, keys). Its keys are permuted so that the accumulators of S are the A operand of P
 // V without shuffles: of each 16 keys 0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15.
@@ -16,9 +16,8 @@
 
 namespace greenfast {
 
-// With kWindow: the key tiles of a warpgroup's rows, first .. stop - 1, among those of the work tile: `begun` tiles in
-// which some row's keys begin, `both` in which some begin and some end, `unmasked` ones, and `masked` ones in which some
-// row's keys end.
+// With kWindow: the key tiles of a warpgroup's rows, first .. stop - 1, a part of the work tile's. In this order: `begun`
+// tiles (some row's keys begin there), `both` (some begin and some end), `unmasked`, `masked` (some row's keys end).
 template <class Traits>
 struct WindowTiles {
   int first, stop, begun, both, unmasked, masked;

@@ -1,10 +1,10 @@
 // Axis: the load of Q. This file: a quantized Q, by TMA.
 //
 // A loader of Q has these members. For the producer thread: begin(), once before the first work tile; fetch(shared,
-// sequence, first_row, ring) for each work tile, where ring is that of K and V. For all threads of a consumer
-// warpgroup, in this order for each work tile: prepare(...), which returns the scales of a thread's rows; wait(...),
-// after which Storage::q may be read; release(...), after which it may be overwritten. Source: the kernel argument in
-// place of Q's tensor map. Storage<Tiles>: Tiles with the loader's own shared memory.
+// sequence, first_row, ring) for each work tile (ring: of K and V). For all threads of a consumer warpgroup, in this
+// order for each work tile: prepare(...) returns the scales of a thread's rows; after wait(...) Storage::q may be read,
+// after release(...) overwritten. Source: the kernel argument in place of Q's tensor map. Storage<Tiles>: Tiles with
+// the loader's own shared memory.
 //
 // The others are QLoadFuseQuant (load_q_input.cuh) and QLoadFuseQuantStaged (load_q_staged.cuh).
 #pragma once
@@ -58,8 +58,7 @@ struct QLoadQuantized {
         q_scale[r] = row + 8 * r < sequence.q_len() ? head_scales[row + 8 * r] : kPaddingRowScale;
       }
     } else if constexpr (Traits::kQueryBlockScales) {
-      const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32 % 4,
-                                   0);  // makes it uniform for the compiler, which saves registers
+      const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32 % 4, 0);  // uniform for the compiler: saves registers
       q_scale[0] = p.q_scale[sequence.first_q_block() + min(first_row / kQueryBlock + warp, sequence.q_blocks() - 1)];
     } else {
       q_scale[0] = p.q_scale[sequence.head];

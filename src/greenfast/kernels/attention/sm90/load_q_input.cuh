@@ -62,7 +62,7 @@ struct QLoadFuseQuant {
     ptx::barrier_sync(Sm90Barrier::kWarpgroup + warpgroup, 128);
   }
 
-  // Loads this thread's part of the warpgroup's 64 rows, and rotates it. rows: of these before the sequence's end.
+  // Loads this thread's part of the warpgroup's 64 rows, and rotates it. rows: how many are before the sequence's end.
   __device__ __forceinline__ static void read(const typename Traits::In* input, int rows, typename Rows::Values& x) {
     const int row_in_tile = threadIdx.x / 32 % 4 * kQueryBlock + Rows::row_of_warp(),
               row[2] = {row_in_tile, row_in_tile + 8};
@@ -99,7 +99,7 @@ struct QLoadFuseQuant {
 #pragma unroll
       for (int r = 0; r < 2; ++r) q_scale[r] = row[r] < rows ? scale[r] : kPaddingRowScale;
     } else {
-      q_scale[0] = __shfl_sync(0xffffffffu, scale[0], 0);  // makes it uniform for the compiler, which saves a register
+      q_scale[0] = __shfl_sync(0xffffffffu, scale[0], 0);  // uniform for the compiler: saves a register
     }
   }
 

@@ -68,9 +68,8 @@ struct Mainloop {
     }
   }
 
-  // Processes the key tiles of a work tile: `begun` ones in which keys of some rows begin, `both` in which some begin
-  // and some end, `unmasked` ones, and `masked` ones in which some end. limits: of this thread's two rows, relative to
-  // the first of these tiles, but without kWindow to the first masked one.
+  // Processes the key tiles of a work tile, in the order of WindowTiles (kernel.cuh). limits: of this thread's two rows,
+  // relative to the first tile; without kWindow relative to the first masked one.
   __device__ __forceinline__ void run(int begun, int both, int unmasked, int masked, Limits& limits) {
     const auto next_masked = [&] {
       for (int r = 0; r < Traits::Mask::kLimits; ++r) limits[r] -= Traits::kBlockN;
@@ -288,7 +287,7 @@ struct Mainloop {
     v_scale.acc_rescale = acc_rescale;
 #pragma unroll
     for (int r = 0; r < 2; ++r) rescale[r] = next[r];
-    Softmax::pack(p_fp32, p_frag);  // after P V, which was reading p_frag
+    Softmax::pack(p_fp32, p_frag);  // only now: P V has read p_frag
   }
 
   // A tile that is not the first.
@@ -365,7 +364,7 @@ struct Mainloop {
     return softmax.sum[row];
   }
 
-  // The factor that changes O's V scale to that of the tile whose P was computed last.
+  // The factor that changes O's V scale to the scale of the tile with the newest P.
   __device__ __forceinline__ float next_acc_rescale() { return v_scale.next(p, scales.next_block); }
 
   // Issues partial = P V, or += with kAdd, for a part of O's columns; with the last part, the row sums of P too.
@@ -386,7 +385,7 @@ struct Mainloop {
   template <int kCount>
   __device__ __forceinline__ void promote_output(const float (&partial)[kCount], int part, const float (&rescale)[2]) {
     const float acc_rescale =
-        Traits::kValueBlockScales ? v_scale.acc_rescale : 1.0f;  // not for row sums, which have no V scale
+        Traits::kValueBlockScales ? v_scale.acc_rescale : 1.0f;  // not for row sums: they have no V scale
     const float acc_factor[2] = {rescale[0] * acc_rescale, rescale[1] * acc_rescale};
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {

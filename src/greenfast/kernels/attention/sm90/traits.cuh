@@ -97,7 +97,7 @@ struct FlashTraits : Cfg {
                                   !Cfg::kWindow && !Cfg::kCausal && Cfg::kKeyBlockScales && Cfg::kValueBlockScales),
                 "a list has tiles of 128 rows and 128 keys");
   static_assert(!Cfg::kSkip || (Cfg::kScheduled && Cfg::kBlockN == kRowBlock && kPerTileBase),
-                "tiles of 128 keys are skipped, whose largest scores are known");
+                "only tiles of 128 keys with known largest scores can be skipped");
   static_assert(Cfg::kExp2Emulated == 0 || kRowSumByMma, "halves are not summed");
 };
 
