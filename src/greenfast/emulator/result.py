@@ -21,9 +21,9 @@ class GridResult:
     output, its first write, also if that write changed no value. phases: the counts by phase if phases are counted;
     they add up to ``counts``. later: results of further runs in the same memory. changed: by launch and name, module
     variables that no longer hold their initial value. notes: dependences on values that PTX does not define, and how
-    they were explored. differences: faults and other outputs for other such values. findings: findings that do not
-    end the run. unwritten_bytes: for inputs that were unwritten at first, the bytes that still are. observer: what
-    recorded the first run, if anything did.
+    they were explored. differences: faults and different outputs when such values change. findings: findings that do
+    not end the run. unwritten_bytes: for inputs that were unwritten at first, a mask of the bytes that still are.
+    observer: the recorder of the first run, if there was one.
     """
 
     outputs: dict[str, Array]

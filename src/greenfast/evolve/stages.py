@@ -197,7 +197,7 @@ class Stages:
         return StageResult(stage="RESOURCES", valid=True, hash=hash_programs(side, dims), behaviour=behaviour)
 
     def emulated(self, candidate: Candidate | None, exam_seed: int) -> StageResult:
-        """CORRECTNESS on the emulator, on small shapes and shapes that are drawn from the seed; and the counts.
+        """Run CORRECTNESS on the emulator, on small shapes and shapes drawn from the seed, and count.
 
         If a GPU follows: as ``greenfast judge`` does beside a GPU, one case of each emulated shape, and all variants of
         the smallest one. The validation of finalists runs every case on the GPU.

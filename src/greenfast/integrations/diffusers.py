@@ -73,7 +73,10 @@ def _find_transformers(model: Any) -> dict[str, nn.Module]:
 
 
 def _find_step(model: Any, policy: Policy) -> Callable[[], tuple[int, int]] | None:
-    """Return a function of the current denoising step and their number; None if there is no scheduler to ask."""
+    """Return a function that returns the current denoising step and the number of steps; None without a scheduler.
+
+    Raises ValueError if the policy names steps, and the scheduler has no step_index.
+    """
     scheduler = getattr(model, "scheduler", None)
     if not hasattr(scheduler, "step_index"):
         if policy.first_steps or policy.last_steps:
@@ -254,7 +257,7 @@ def _project_text(attn: Any, text: Tensor, rope: Any = None) -> Part:
 
 
 def _pad_tables(rope: Any, before: int, after: int) -> Any:
-    """Return tables with rows of tokens that are not rotated, before and after those that are."""
+    """Return tables with rows for tokens that are not rotated, before and after the rotated ones."""
     if rope is None:
         return None
     cos, sin = rope

@@ -26,7 +26,7 @@ class EmulatorSession:
     emulates = True
 
     def __init__(self, ordinal: int = 0) -> None:
-        """Take a number as a GPU's session does; there is one emulator."""
+        """Accept the ``ordinal`` of a GPU's session, and ignore it: there is one emulator."""
 
     def info(self) -> DeviceInfo:
         """Describe the emulator as a device."""
@@ -80,7 +80,7 @@ class EmulatorSession:
         return min(blocks, math.prod(plan.grid))
 
     def check_memory(self, executable: Executable, case: Case) -> RunResult:
-        """Refuse: every run on the emulator is checked so."""
+        """Raise MachineError: the emulator checks memory in every run."""
         raise MachineError("the emulator checks each access in every run")
 
     def prepare(self, key: str, executable: Executable, cases: Sequence[Case], warmup: int, seed: int) -> Started:
@@ -113,7 +113,7 @@ class EmulatorSession:
 
 
 def _program(image: KernelImage) -> Program:
-    """Return the program of a kernel. Raises UnsupportedError for PTX that only another compiler accepts too."""
+    """Return the program of a kernel. Raises UnsupportedError for PTX that cannot be read or lacks the kernel."""
     try:
         return load_program(image.ptx, image.entry)[1]
     except UsageError as e:

@@ -48,14 +48,17 @@ def e4m3(x: Tensor) -> Tensor:
 
 
 def grouped_values(rows: Tensor) -> Tensor:
-    """V in the layout "grouped": of (pages, page_size, kv_heads, head_dim), (pages, kv_heads, groups, head_dim, 16)."""
+    """Return V in the layout "grouped", (pages, kv_heads, groups, head_dim, 16).
+
+    rows: V, (pages, page_size, kv_heads, head_dim).
+    """
     pages, page_size, heads, head_dim = rows.shape
     groups = _bytes(rows).view(pages, page_size // KEY_GROUP, KEY_GROUP, heads, head_dim)[:, :, list(KEY_ORDER)]
     return groups.permute(0, 3, 1, 4, 2).contiguous().view(rows.dtype)
 
 
 def rows_of_pages(cache: Tensor, pages: Tensor) -> Tensor:
-    """The rows of pages in order, (tokens, kv_heads, head_dim), of a K or V cache in either layout.
+    """Return the rows of pages in order, (tokens, kv_heads, head_dim), of a K or V cache in either layout.
 
     cache: float8_e4m3fn (pages, page_size, kv_heads, head_dim), or "grouped" with five dimensions.
     """
@@ -100,7 +103,7 @@ def paged_attention(
     k_scale, v_scale: float32 (), (kv_heads,) or (batch, kv_heads); or (pages, kv_heads, page_size), one per token.
     sinks: (heads,), a logit of each head that takes part in the softmax and has no value.
     causal: aligned at the last query and key. window: keys (left, right) of a query's position, -1 for all. softcap:
-    scores s become softcap * tanh(s / softcap), 0 leaves them. softmax_scale: what scores are multiplied by.
+    scores s become softcap * tanh(s / softcap), 0 leaves them. softmax_scale: factor of the scores.
 
     Returns the output, (total_q, heads, head_dim) of ``out_dtype``, and the natural log-sum-exp of each row's scores
     and sink, float32 (heads, total_q). Rows without a key, and rows after cu_seqlens_q[-1], are 0; their log-sum-exp is
@@ -145,9 +148,9 @@ class _Options:
 
 @dataclass(frozen=True)
 class _Keys:
-    """Return the code values of one sequence, float64 (kv_heads, keys of whole chunks, head_dim), and float32 scales.
+    """The keys and values of one sequence: codes as numbers, float64 (kv_heads, keys of whole chunks, head_dim).
 
-    Scales are (kv_heads, 1), or (kv_heads, keys of whole chunks) with a scale per token.
+    Scales are float32 (kv_heads, 1), or (kv_heads, keys of whole chunks) with a scale per token.
     """
 
     k: Tensor
@@ -158,7 +161,7 @@ class _Keys:
 
 
 def _padded(x: Tensor, value: float = 0.0) -> Tensor:
-    """x (kv_heads, keys, ...) with keys up to a multiple of CHUNK_KEYS."""
+    """Pad the keys of x (kv_heads, keys, ...) to a multiple of CHUNK_KEYS."""
     more = -x.shape[1] % CHUNK_KEYS
     return torch.cat([x, x.new_full((x.shape[0], more, *x.shape[2:]), value)], dim=1)
 
@@ -170,7 +173,7 @@ def _scales(scale: Tensor, b: int, pages: Tensor, length: int, kv_heads: int) ->
 
 
 def _queries(q: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The numbers of the codes, float64 (heads, tokens, head_dim), and their scales, float32 (heads, tokens)."""
+    """Return Q's codes as numbers, float64 (heads, tokens, head_dim), and their scales, float32 (heads, tokens)."""
     if scale is None:
         codes, scales = quantize_rows(q)
         return codes.double().transpose(0, 1), scales.T.contiguous()
@@ -180,7 +183,7 @@ def _queries(q: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor]:
 def _sequence(
     codes: Tensor, scale: Tensor, keys: _Keys, sinks: Tensor | None, options: _Options
 ) -> tuple[Tensor, Tensor]:
-    """The output (tokens, heads, head_dim), float32, and the log-sum-exp (heads, tokens) of one sequence."""
+    """Return the output (tokens, heads, head_dim), float32, and the log-sum-exp (heads, tokens) of one sequence."""
     heads, tokens, head_dim = codes.shape
     kv_heads = keys.k.shape[0]
     out = torch.empty(heads, tokens, head_dim, dtype=torch.float32)
@@ -239,12 +242,12 @@ def _merged(
 
 
 def _exp2(x: Tensor) -> Tensor:
-    """2 to the x. PyTorch's float32 functions differ in the last bit from one place of a tensor to another."""
+    """Return 2^x, by float64: PyTorch's float32 result depends in the last bit on the element's place in the tensor."""
     return torch.exp2(x.double()).float()
 
 
 def _log2(x: Tensor) -> Tensor:
-    """The same for log2."""
+    """Return log2(x), by float64 like ``_exp2``."""
     return torch.log2(x.double()).float()
 
 
@@ -256,11 +259,11 @@ def _finite(top: Tensor) -> Tensor:
 def _chunks(
     q: Tensor, q_scale: Tensor, keys: _Keys, limits: tuple[Tensor, Tensor], chunks: slice, options: _Options
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The results of ``_merged`` for each chunk by itself: (kv_heads, rows, chunks, ...)."""
+    """Return the results of ``_merged`` for each chunk by itself: (kv_heads, rows, chunks, ...)."""
     count = chunks.stop - chunks.start
 
     def tiles(x: Tensor) -> Tensor:
-        """(kv_heads, keys, ...) as (kv_heads, chunks, tiles, keys of a tile, ...)."""
+        """View x (kv_heads, keys, ...) as (kv_heads, chunks, tiles, keys of a tile, ...)."""
         return x.view(x.shape[0], -1, _TILES, TILE_KEYS, *x.shape[2:])[:, chunks]
 
     k, v = tiles(keys.k), tiles(keys.v)
@@ -295,7 +298,7 @@ def _chunks(
 
 
 def _exponents(raw: Tensor, q_scale: Tensor, k_scale: Tensor, options: _Options) -> Tensor:
-    """Scores in units of log2: a weight is 2 to this power."""
+    """Return the scores in units of log2: a weight is 2 to this power."""
     if options.softcap:
         cap = options.softcap
         return torch.tanh((raw * (q_scale * options.softmax_scale * k_scale) / cap).double()).float() * (cap * _LOG2_E)
@@ -303,7 +306,10 @@ def _exponents(raw: Tensor, q_scale: Tensor, k_scale: Tensor, options: _Options)
 
 
 def _weighted(weights: Tensor, v: Tensor, seen: Tensor) -> Tensor:
-    """P V of a tile of each chunk, float32 (kv_heads, rows, chunks, head_dim)."""
+    """Return P V of a tile of each chunk, float32 (kv_heads, rows, chunks, head_dim).
+
+    NaN in a value is NaN in its column, for the rows that attend to its key (``seen``).
+    """
     unknown = v.isnan()
     weights = weights.transpose(1, 2)
     if not bool(unknown.any()):
@@ -314,7 +320,7 @@ def _weighted(weights: Tensor, v: Tensor, seen: Tensor) -> Tensor:
 
 
 def _sum(x: Tensor) -> Tensor:
-    """The sum over the last dimension, a power of two, in an order that depends on nothing but its size."""
+    """Sum over the last dimension, a power of two, in an order that depends only on its size."""
     while x.shape[-1] > 1:
         half = x.shape[-1] // 2
         x = x[..., :half] + x[..., half:]

@@ -335,7 +335,7 @@ def sdpa_lse(
 def sdpa_kept(
     query: Tensor, key: Tensor, value: Tensor, precision: str, causal: int, scale: float, bits: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``torch.ops.greenfast.sdpa_kept`` of CUDA tensors.
+    """Compute ``torch.ops.greenfast.sdpa_kept`` of CUDA tensors.
 
     The log-sum-exp lacks the contribution of the keys' mean: computing it would take PyTorch a pass over Q in float32,
     and the backward pass adds the contribution of another mean anyway.
@@ -610,7 +610,7 @@ def masked_kept(
     query: Tensor, key: Tensor, value: Tensor, precision: str, kv_lengths: Tensor | None, kv_rows: Tensor | None,
     alignment: int, left: int, right: int, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """``torch.ops.greenfast.masked_kept`` of CUDA tensors. The log-sum-exp is as of ``sdpa_kept``.
+    """Compute ``torch.ops.greenfast.masked_kept`` of CUDA tensors. The log-sum-exp is as in ``sdpa_kept``.
 
     The mean of a sequence without keys is uninitialised.
     """

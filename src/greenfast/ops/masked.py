@@ -122,7 +122,7 @@ class ScoreOptions(NamedTuple):
     """What ``sdpa`` does to scores beyond a causal mask.
 
     window: (left, right), -1 for no limit. softcap: 0 for none. sinks: (H,), or None. kv_lengths: (B,), or None.
-    skip_threshold: 0 for none. alignment: of the window, as of MaskSpec.
+    skip_threshold: 0 for none. alignment: of the window, as in MaskSpec.
     """
 
     window: tuple[int, int] = (-1, -1)

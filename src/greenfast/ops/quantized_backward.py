@@ -21,11 +21,11 @@ from greenfast.ops.reference import build_rotation
 
 _LOG2_E = math.log2(math.e)
 _INT8_MAX, _E4M3_MAX = 127.0, 448.0
-#: Float bits of 1.5 * 2^23: an accumulator that starts there is, read as a float, that number plus its sum.
+#: Float bits of 1.5 * 2^23. If an integer accumulator starts there, its bits as a float are that number plus the sum.
 _MAGIC_BITS = 0x4B400000
 #: The least factor of the scores, so that a start is less than 2^22 units away from _MAGIC_BITS.
 _LEAST_FACTOR = 2.0**-16
-#: The start of a score of a query without a gradient or after the last one: P is 0.
+#: Start of the scores of a query without a gradient, or after the last query. It makes P 0.
 _NO_QUERY = _MAGIC_BITS - 2**22
 _CODES = ("q", "k", "v", "grad", "q_t", "k_t", "grad_t", "tables", "factors")
 _OUTPUTS = ("dq", "dk", "dv")
@@ -41,8 +41,8 @@ def encode(
     (B, H, S). scale: of the scores. mean: the vector that is subtracted from the keys, (B, HK, D); by default their
     mean. kv_lengths: (B,), the keys of each sequence; those after them do not count, and their codes are zeros. Int8
     codes are of rows that are rotated by ``build_rotation``. Scales: one for each 64 queries of Q, for each
-    head of K and V, for each row of dO. E4M3 codes are not rotated; they have the same scales, over
-    ``_get_factor``.
+    head of K and V, for each row of dO. E4M3 codes are of rows that are not rotated. Their scales are the same,
+    divided by ``_get_factor``.
     """
     q, k, v, o, g = (x.flatten(0, 1).float() for x in (query, key, value, out, grad))
     q_len, head_dim = q.shape[1:]
@@ -237,7 +237,7 @@ def sdpa_kept_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Compute ``torch.ops.greenfast.sdpa_kept_backward`` of CUDA tensors: gradients with the inputs' strides.
 
-    causal: as of ``torch.ops.greenfast.sdpa``. Several heads of Q may share one of K and V.
+    causal: as in ``torch.ops.greenfast.sdpa``. Several heads of Q may share one of K and V.
     """
     right = 0 if causal else -1
     return masked_kept_backward(grad, query, key, value, out, lse, lse_mean, None, None, causal, -1, right, scale)
@@ -249,7 +249,7 @@ def masked_kept_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Compute ``torch.ops.greenfast.masked_kept_backward`` of CUDA tensors: gradients with the inputs' strides.
 
-    kv_lengths, kv_rows, alignment, left, right: as of ``MaskSpec``; kv_rows names each key once.
+    kv_lengths, kv_rows, alignment, left, right: as in ``MaskSpec``; kv_rows names each key once.
     """
     by_query, by_key, by_value = (torch.empty_like(x) for x in (query, key, value))
     if not (query.numel() and key.numel()):

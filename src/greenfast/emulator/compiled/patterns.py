@@ -1,4 +1,7 @@
-"""Sectors, passes and bank conflicts of a warp's access, as machine code: what counts.py computes."""
+"""Machine code that counts the sectors, passes and bank conflicts of a warp's access, as counts.py does.
+
+The pattern of an access is the offsets of its threads relative to the first thread, and the lowest bits of that.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ def counter_name(parts: int) -> str:
 def define_counter(module: IrModule, parts: int) -> None:
     """Define the function of ``counter_name``.
 
-    The counts of the pattern before are kept: moving all addresses of a warp by as much keeps them.
+    If the pattern is the same as at the last access, its counts are reused.
     """
     function = IrFunction(module, counter_name(parts), [POINTER] * 3 + [I64] * 2, VOID)
     offsets, cache, out, start, size = function.arguments
@@ -90,7 +93,7 @@ def at(b: Builder, array: Value, index: Value | int) -> Value:
 
 @dataclass
 class _Counter:
-    """The count of a pattern that differs from the one before: first and second are where its counts go."""
+    """Emits the counting of a new pattern. first, second: addresses of its counts; the others are scratch memory."""
 
     b: Builder
     offsets: Value
@@ -125,7 +128,7 @@ class _Counter:
         return b.load(I1, self.seen)
 
     def count_passes(self, parts: int) -> None:
-        """Emit the passes over shared memory, and those beyond one of each part of the warp."""
+        """Emit the number of passes over shared memory, and of bank conflicts: passes beyond one per part."""
         b = self.b
         b.store(I64(0), self.first)
         b.store(I64(0), self.second)

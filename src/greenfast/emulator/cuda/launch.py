@@ -29,7 +29,7 @@ _LAUNCH_FAILURE, _ASSERT = 719, 710
 
 @dataclass(frozen=True)
 class LaunchOutcome:
-    """What a launch found and printed. error: of CUDA's runtime, 0 if the launch ran to its end."""
+    """The faults and the output of a launch. error: its code in CUDA's runtime, 0 if the launch ran to its end."""
 
     faults: list[Fault]
     printed: str
@@ -37,10 +37,10 @@ class LaunchOutcome:
 
 
 class ProgramLauncher:
-    """Runs launches in one memory.
+    """Runs the launches of a program in its device memory.
 
-    seed: of the order of the warps. orders: how many orders each launch runs in. observe: what to observe in the first
-    order of each launch; ``observer`` adds it up.
+    seed: of the order of the warps. orders: in how many orders each launch runs. observe: what to observe in the first
+    order of each launch; ``observer`` collects it over all launches.
     """
 
     def __init__(self, memory: DeviceMemory, seed: int, orders: int, observe: Observe = NOTHING) -> None:
@@ -71,7 +71,7 @@ class ProgramLauncher:
     def _go_on(
         self, step: KernelLaunch, symbols: dict[str, int], saved: list[tuple[slice, Bytes, Bytes]], first: Fault
     ) -> LaunchOutcome:
-        """Run a launch again after a finding that a GPU does not notice, and collect all data races."""
+        """Run a launch again to its end, as a GPU would after such a finding, and collect all data races."""
         races: dict[str, KernelFaultError] = {}
         faults = [first]
         try:
@@ -87,7 +87,7 @@ class ProgramLauncher:
         return LaunchOutcome([*faults, *(convert_finding(f) for f in result.findings)], result.printed, 0)
 
     def _keep_unwritten(self, saved: list[tuple[slice, Bytes, Bytes]]) -> None:
-        """Give bytes that nothing has written their contents of before the launch."""
+        """Restore bytes that nothing has written to their contents before the launch."""
         self.memory.poisoned = False
         for span, data, _ in saved:
             unwritten = self.memory.state[span] == UNWRITTEN

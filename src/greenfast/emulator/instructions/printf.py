@@ -13,7 +13,7 @@ from greenfast.emulator.machine.state import Operation, ResidentBlocks
 from greenfast.emulator.ptx.syntax import Instruction, Symbol, Vector
 from greenfast.emulator.ptx.unsupported import unsupported
 
-#: One specifier, or a % that begins none that is known.
+#: A known specifier, or the % of an unknown one.
 _SPECIFIER = re.compile(r"%([-+ #0]*)(\*|\d*)((?:\.(?:\*|\d*))?)(hh|h|ll|l|z)?([diouxXeEfFgGcsp%])|%")
 
 

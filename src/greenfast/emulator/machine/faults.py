@@ -30,7 +30,7 @@ class KernelFaultError(GreenfastError):
     printed: the output of the kernel up to the fault. unwritten: True for a read of uninitialised shared, local or
     output memory. It is harmless if its value is unused. read: for a data race between a load and a store, the load;
     its value may be unused as well. level: ERROR or FORMAL. reason: the message without kernel, line and thread.
-    location: the source location. observer: what recorded the run before the fault, if anything did.
+    location: the source location. observer: the recorder of the run up to the fault, if there was one.
     """
 
     exit_code = 1

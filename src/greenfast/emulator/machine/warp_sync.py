@@ -51,7 +51,7 @@ class WarpSync:
         #: In a cluster: the last access before the last wait or arrival of each thread.
         self._released = self.synced if self.is_single_block else self.synced.copy()
         self._min_clocks: dict[int, int] = {}
-        # Accesses to other blocks' shared memory are counted; of each thread, how many there were when it synchronized.
+        # The number of accesses to other blocks' shared memory: now, and at each thread's last synchronization.
         self._remote_count = 0
         self._remote_count_at_sync = np.zeros(machine.lanes, np.int64)
         #: Per block position: the last access to its shared memory by another block, with its thread and instruction.
@@ -108,7 +108,10 @@ class WarpSync:
         return self.by_lane
 
     def mark_collective(self, threads: NDArray[Any]) -> NDArray[Any]:
-        """Return how the accesses of an instruction of a whole warp are recorded: as another thread's for each one."""
+        """Return thread numbers plus ``m.lanes`` (-1: unchanged), to record accesses by an instruction of a whole warp.
+
+        They then count as another thread's accesses, even for the thread itself.
+        """
         return np.where(threads >= 0, threads + self.m.lanes, threads)
 
     def sync_groups(self, lanes: NDArray[np.intp], now: int) -> None:
@@ -166,7 +169,10 @@ class WarpSync:
         return known
 
     def unordered(self, numbers: NDArray[Any], mine: NDArray[Any], others: NDArray[Any]) -> NDArray[np.bool_]:
-        """Return which accesses of other threads of a warp (-1: of none) nothing orders before one of this thread."""
+        """Return a mask of the accesses that are not ordered before the current ones.
+
+        numbers, others: access numbers and their threads (-1: no access). mine: the threads of the current accesses.
+        """
         foreign = others != mine
         others = np.where(others >= 0, others % self.m.lanes, others)
         known = self.clock[mine]

@@ -323,7 +323,7 @@ def _copies(parts: frozenset[str]) -> tuple[int, int]:
 
 
 def _arrivals(parts: frozenset[str]) -> tuple[int, int]:
-    """Return the operands of mbarrier; an arrival elsewhere gives no state, and a count may be left out."""
+    """Return the operands of mbarrier. An arrival in another block returns no state; its count is optional."""
     if not parts.isdisjoint({"arrive", "arrive_drop"}):
         return (2, 3) if not parts.isdisjoint({"expect_tx", "noComplete"}) else (1, 3)
     if not parts.isdisjoint({"test_wait", "try_wait"}):
@@ -424,7 +424,7 @@ _IN_ORDER |= {"f16", "f16x2", "bf16", "bf16x2", "f32", "f64", "global", *_SHARED
 
 
 class _Group:
-    """One of several words in a form."""
+    """The alternatives for one word of a form."""
 
     def __init__(self, text: str) -> None:
         self.optional = text.endswith("?")
@@ -463,7 +463,7 @@ def _words(name: str) -> frozenset[str]:
 
 @lru_cache(maxsize=4096)
 def refusal(name: str, parts: tuple[str, ...]) -> str:
-    """Why an opcode is refused; empty for one that is accepted."""
+    """Return why an opcode is refused; empty if it is accepted."""
     forms = FORMS.get(name)
     if forms is None:
         return "is not known to the emulator"
@@ -473,13 +473,13 @@ def refusal(name: str, parts: tuple[str, ...]) -> str:
     groups = [parse_groups(form) for form in forms]
     if any(fits(parts, g) for g in groups):
         return ""
-    for n, part in enumerate(parts):  # the first that no form has together with those before it
+    for n, part in enumerate(parts):  # the first that no form has together with the parts before it
         if not any(_begins(parts[: n + 1], g) for g in groups):
             return f"has .{part.replace(':', '::')}, unknown to the emulator together with the rest,"
     return "lacks a modifier or a type that the emulator needs to know"
 
 
 def _begins(parts: tuple[str, ...], groups: tuple[_Group, ...]) -> bool:
-    """Return whether parts could be the beginning of a form's."""
+    """Return whether a form contains all of the parts; others may be missing."""
     loose = [_Group("|".join(group.words) + "?") for group in groups]
     return fits(parts, tuple(loose))

@@ -2,8 +2,8 @@
 
 Scripts for a GPU allocate with ``device="cuda"`` and query ``torch.cuda``. While ``CudaTensors`` is active, such
 tensors are in the host's memory and report ``device='cuda:0'``. The label belongs to the storage, so views and results
-keep it. The queries are answered for the GPU of the target. What has no meaning here, such as a CUDA graph,
-is refused by name.
+keep it. The queries are answered for the GPU of the target. Features without a meaning here, such as CUDA graphs, are
+refused by name.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _CUDA, _CPU = torch.device("cuda", 0), torch.device("cpu")
 
 @dataclass(frozen=True)
 class DeviceProperties:
-    """What ``torch.cuda.get_device_properties`` returns, for the GPU of a target."""
+    """The result of ``torch.cuda.get_device_properties`` for the GPU of a target."""
 
     name: str
     major: int
@@ -159,7 +159,7 @@ class LabelMode(TorchFunctionMode):
         self.pinned = Labels()
         #: Storages with addresses that were read, and their sizes, by address.
         self.addressed: dict[int, tuple[StorageWeakRef, int]] = {}
-        #: What nothing has written of the tensors that torch.empty and the like made.
+        #: Bytes that nothing has written, of tensors made by torch.empty and the like.
         self.unwritten = UnwrittenBytes()
         #: Called with a CUDA tensor before it is copied to the host.
         self.before_host_copy: Callable[[torch.Tensor], None] = lambda tensor: None
@@ -215,7 +215,7 @@ class LabelMode(TorchFunctionMode):
 
     def _label(self, result: Any, device: torch.device | None, args: Any, kwargs: Any) -> None:
         """Label new storages of results: with the device that the call names, else with the device of its tensors."""
-        values = tuple(result) if isinstance(result, tuple) else result  # torch.max's is of a type of its own
+        values = tuple(result) if isinstance(result, tuple) else result  # torch.max returns a subclass of tuple
         new = [t for t in tree_iter(values) if _is_host(t) and self.labels.find(t) is None]
         if not new:
             return
@@ -402,7 +402,7 @@ def _refuse(name: str) -> Callable[..., Any]:
     return refuse
 
 
-#: What a new thread runs first, also of a class with a ``run`` of its own.
+#: The method that a new thread runs first, also if its class overrides ``run``.
 _BEGIN = "_bootstrap_inner"
 
 

@@ -39,7 +39,7 @@ def save_plot(record: Record, path: Path) -> None:
     """Write the figure as PNG or SVG, by the path's suffix; a record without speedups gives a figure with the reason.
 
     Left, a panel per deciding shape (at most 4): each block's median in microseconds, in the order of processes and
-    blocks, a mark's column being one interleaved block. Right: the speedups with their intervals, the requirement,
+    blocks; marks in one column are of one interleaved block. Right: the speedups with their intervals, the requirement,
     and the band of the noise floor. Raises ValueError for another suffix, OSError if the file cannot be written.
     """
     if path.suffix not in (".png", ".svg"):
@@ -290,7 +290,7 @@ _Marks = dict[str, tuple[str, str, str]]
 
 
 def _joined(histograms: Sequence[Histogram | None]) -> Histogram | None:
-    """Merge histograms; None if histogram is missing or has other bins."""
+    """Merge histograms; None if one is missing or has other bins."""
     first = next(iter(histograms), None)
     if first is None or len(first.counts) < 3 or first.per_decade < 1:
         return None

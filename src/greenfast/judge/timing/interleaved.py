@@ -36,7 +36,7 @@ def williams(n: int) -> list[tuple[int, ...]]:
 def balanced(labels: Sequence[Label], rng: random.Random) -> Iterator[tuple[Label, ...]]:
     """Yield random orders without end; over any number of them, places and neighbours are as even as they can be.
 
-    A design follows the other, each with the labels in another order and its rows shuffled.
+    One Williams design follows another, each with the labels in another order and its rows shuffled.
     """
     n = len(labels)
     while True:

@@ -31,7 +31,7 @@ def refuses(config: AttentionConfig) -> str | None:
 
 
 def kernel(config: AttentionConfig) -> KernelSource:
-    """Render the kernel of an attention. Raises UsageError for other options."""
+    """Render the kernel of an attention. Raises UsageError for unsupported options."""
     refused = refuses(config)
     if refused is not None:
         raise UsageError(f"{refused}; got {config}")
@@ -65,7 +65,7 @@ def launch(
     scale: float | None = None,
     strides: Strides = Strides(),  # noqa: B008
 ) -> Launch:
-    """One block per 64 query rows and head. scale: of the scores, > 0; strides: of out only."""
+    """Return the launch: one block per 64 query rows and head. scale: of the scores, > 0; strides: of out only."""
     return Launch(
         grid=(-(-sizes.q_len // _BLOCK), sizes.batch * sizes.heads, 1),
         args=(

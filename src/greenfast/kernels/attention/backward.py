@@ -75,7 +75,7 @@ FULL, CAUSAL = BackwardMask(), BackwardMask(causal=True)
 
 
 def make_mask(alignment: int, left: int, right: int, q_len: int, kv_len: int, *, lengths: bool) -> BackwardMask:
-    """Return the mask of a call. alignment, left, right: as of ``MaskSpec`` in ops/masked.py."""
+    """Return the mask of a call. alignment, left, right: as in ``MaskSpec`` in ops/masked.py."""
     shift = kv_len - q_len if alignment == 2 else 0
     if left < 0 and not lengths and (right < 0 or (right, shift) == (0, 0)):
         return FULL if right < 0 else CAUSAL

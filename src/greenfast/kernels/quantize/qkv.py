@@ -30,7 +30,7 @@ _NORM_THREADS = 256
 _MANY_TILES = 1024
 #: Multiprocessors that a launch should keep busy.
 _MULTIPROCESSORS = 132
-#: Tiles per place for a block -> tiles of K, heads of K and heads of Q that a block takes at most, if heads share a
+#: Tiles per resident block, at least -> the most tiles of K, heads of K and heads of Q for a block, if heads share a
 #: tile's angles: the fastest values measured on an H100.
 _SHARES = {80: (4, 8, 16), 16: (4, 4, 8), 8: (2, 4, 8)}
 #: Most bytes of a tile's angles in shared memory.
@@ -100,7 +100,7 @@ class Prologue:
 
     @property
     def angle_vector(self) -> int:
-        """The angles of an aligned access: a power of two that divides all strides, up to 16 bytes."""
+        """The number of angles in an aligned access of at most 16 bytes: a power of two that divides all strides."""
         count = 4 if self.table == "float32" else 8
         strides = (*self.table_strides, self.table_head, *(self.second.table_strides if self.second else ()))
         while any(stride % count for stride in strides):
