@@ -215,6 +215,6 @@ def test_toggles_fill_in_the_defaults_and_find_their_rung(config: TaskConfig) ->
 
 def test_a_separate_error_gate_for_some_shapes() -> None:
     gates = load_task(SHIPPED[0].parents[1] / "fp8_attention").config.gates("e4m3")
-    assert gates.error_for({"S": 512, "CAUSAL": 1}).max_abs_err == 0.23
-    assert gates.error_for({"S": 1}).pct_bad == 12.0
-    assert gates.error_for({"S": 512}) == gates.error
+    assert gates.select({"S": 512, "CAUSAL": 1}).error.max_abs_err == 0.23
+    assert gates.select({"S": 1}).error.pct_bad == 12.0
+    assert gates.select({"S": 512}).error == gates.error
