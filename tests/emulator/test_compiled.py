@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
+import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from typing import Any
 
@@ -258,3 +262,19 @@ def test_sums_in_flight_are_not_read_by_compiled_code(at_once: pytest.MonkeyPatc
 
     compiled, interpreted = run_both(at_once, run)
     assert compiled == interpreted
+
+
+def test_threads_that_need_a_counter_at_once_make_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The linker knows one address. The engine of another would be freed, and with it the code at the address."""
+    build = importlib.import_module("greenfast.emulator.compiled.build")
+    made, compile_module = [], build.llvm.create_mcjit_compiler
+
+    def create(*arguments: Any) -> Any:
+        made.append(threading.get_ident())
+        time.sleep(0.05)  # so that the other thread comes meanwhile
+        return compile_module(*arguments)
+
+    monkeypatch.setattr(build.llvm, "create_mcjit_compiler", create)
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(build._link_counter, [31, 31]))  # no access has so many words per thread
+    assert len(made) == 1

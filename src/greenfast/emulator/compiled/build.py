@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -190,18 +191,26 @@ def _create_machine(effort: int) -> Any:
     return target.create_target_machine(cpu=cpu, features=features, opt=effort, jit=True)
 
 
-@cache
-def _link_counter(parts: int) -> Any:
-    """Compile a function of patterns.py, and make it known to the linker. Return what has to be kept for it."""
-    module = IrModule()
-    define_counter(module, parts)
-    counter, machine = llvm.parse_assembly(str(module)), _create_machine(2)
-    builder = llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options(speed_level=2))
-    builder.getModulePassManager().run(counter, builder)
-    engine = llvm.create_mcjit_compiler(counter, machine)
-    engine.finalize_object()
-    llvm.add_symbol(counter_name(parts), engine.get_function_address(counter_name(parts)))
-    return engine
+#: Engines with a function of patterns.py, by its number of parts: the linker knows its address. The lock is held while
+#: one is made. Two threads that made it at once would keep one engine and free the other.
+_COUNTERS: dict[int, Any] = {}
+_COUNTERS_LOCK = threading.Lock()
+
+
+def _link_counter(parts: int) -> None:
+    """Compile a function of patterns.py, and make it known to the linker."""
+    with _COUNTERS_LOCK:
+        if parts in _COUNTERS:
+            return
+        module = IrModule()
+        define_counter(module, parts)
+        counter, machine = llvm.parse_assembly(str(module)), _create_machine(2)
+        builder = llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options(speed_level=2))
+        builder.getModulePassManager().run(counter, builder)
+        engine = llvm.create_mcjit_compiler(counter, machine)
+        engine.finalize_object()
+        llvm.add_symbol(counter_name(parts), engine.get_function_address(counter_name(parts)))
+        _COUNTERS[parts] = engine
 
 
 def _assemble(text: str, effort: int) -> tuple[Any, Any]:
