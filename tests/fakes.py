@@ -31,11 +31,10 @@ from greenfast.device.gpu_session import GpuSession
 from greenfast.device.helper_kernels import FIELDS, RANGES
 from greenfast.device.session import Block, Executable, KernelImage, RunResult, Started
 from greenfast.device.worker import UnsupportedByDeviceError, Worker, WorkerError
-from greenfast.judge.check_plan import CasePlan, CheckPlan
 from greenfast.judge.emulator_session import EmulatorSession
 from greenfast.judge.implementation import build_side
 from greenfast.judge.record_schema import GateResult
-from greenfast.judge.request import Request
+from greenfast.judge.request import CasePlan, CheckPlan, Request
 from greenfast.judge.solution.client import SolutionProcess
 from greenfast.judge.solution.messages import Choose, Load, Render, RpcReply, RpcRequest
 from greenfast.judge.solution.server import _Server

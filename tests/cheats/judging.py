@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 
 from benchmarks.kernel import bench
+from greenfast.judge.check_plan import add_check_plan
 from greenfast.judge.gates.evidence import check_promises
 from greenfast.judge.gates.registry import GATES
 from greenfast.judge.implementation import (
@@ -19,7 +20,7 @@ from greenfast.judge.implementation import (
 )
 from greenfast.judge.pipeline import GateRun
 from greenfast.judge.record_schema import GateResult
-from greenfast.judge.request import NullListener, Request, add_check_plan, make_request
+from greenfast.judge.request import NullListener, Request, make_request
 from greenfast.judge.solution.schema import find_solution
 from greenfast.judge.task import LoadedTask, load, load_task
 from greenfast.spec.errors import GreenfastError

@@ -14,11 +14,11 @@ import pytest
 
 from greenfast.cli.console import show, table
 from greenfast.cli.evolve import SearchConsole
-from greenfast.judge.check_plan import CasePlan
+from greenfast.judge.check_plan import add_check_plan
 from greenfast.judge.gates.registry import GATES
 from greenfast.judge.record_io import read_record
 from greenfast.judge.record_schema import PhaseRecord, Record
-from greenfast.judge.request import add_check_plan
+from greenfast.judge.request import CasePlan
 from tests.cli.command_line import ROOT, Ran, run_here
 from tests.fakes import L4, Behaviour, FakeDevice, Script, install, request, right
 from tests.judge import behaviours
@@ -65,7 +65,7 @@ def test_the_whole_exam_is_0_and_less_of_it_is_4(
     assert asked.check_plan is not None
     public = tuple(CasePlan(shape, seed) for shape in asked.shapes for seed in (0, 1, 2))
     asked = replace(asked, check_plan=replace(asked.check_plan, case_plans=(*asked.check_plan.case_plans, *public)))
-    monkeypatch.setattr("greenfast.judge.request.draw_seed", lambda: 77)
+    monkeypatch.setattr("greenfast.judge.check_plan.draw_seed", lambda: 77)
     install(monkeypatch, FakeDevice(asked, {"plain": Script(us=20.0), "fast": Script(us=10.0)}))
 
     def ran(*options: str) -> tuple[int, str]:

@@ -22,8 +22,8 @@ from greenfast.evolve.run_folder import choose_gpus
 from greenfast.evolve.space import read_space
 from greenfast.evolve.stages import Stages, Verdict
 from greenfast.evolve.workers import InProcess
-from greenfast.judge.check_plan import CasePlan
-from greenfast.judge.request import add_check_plan
+from greenfast.judge.check_plan import add_check_plan
+from greenfast.judge.request import CasePlan
 from greenfast.judge.task import find_task, load
 from greenfast.spec.errors import UsageError
 from tests.cli.command_line import Ran, run_here
@@ -198,7 +198,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeDevice:
         return FakeWorker(device, timeout_s=options["timeout_s"])
 
     monkeypatch.setattr("greenfast.evolve.stages.Worker", start)
-    monkeypatch.setattr("greenfast.judge.request.draw_seed", lambda: 77)
+    monkeypatch.setattr("greenfast.judge.check_plan.draw_seed", lambda: 77)
     return device
 
 

@@ -17,18 +17,18 @@ from greenfast.judge.cached_timing import covers_missing_cases
 from greenfast.judge.check_plan import (
     KNOWN_INPUTS,
     NOTHING_DRAWN,
-    CasePlan,
-    CheckPlan,
+    ShapeSource,
     _compute_extent,
+    add_check_plan,
     build_check_plan,
     derive_seeds,
     draw_seed,
-    draw_shapes,
+    fits_dims,
 )
 from greenfast.judge.gates.correctness import _row
 from greenfast.judge.record_io import StoredRecord
 from greenfast.judge.record_schema import CorrectnessRow, Record, SolutionSource
-from greenfast.judge.request import Request, add_check_plan
+from greenfast.judge.request import EMULATOR, CasePlan, CheckPlan, Request
 from greenfast.judge.task import LoadedTask, Shape, load, load_task
 from greenfast.judge.validate import validate
 from greenfast.spec.errors import UsageError
@@ -65,7 +65,7 @@ def doubling(folder: Path, family: str = FAMILY, **drawing: Any) -> LoadedTask:
 
 
 def shapes_drawn(task: LoadedTask, seed: int = 1, emulated: bool = False) -> list[dict[str, int]]:
-    return [s.dims for s in draw_shapes(task.config, task.problem, "float", seed, rung=None, emulated=emulated)]
+    return [s.dims for s in ShapeSource(task, "float", {}, seed).draw(emulated=emulated)]
 
 
 # What is drawn
@@ -108,7 +108,7 @@ def test_ranges_in_which_nothing_fits_are_the_tasks_fault(tmp_path: Path) -> Non
 def test_the_tasks_ranges_hold_shapes_enough(name: str) -> None:
     task = shipped(name)
     for emulated in (True, False):
-        found = draw_shapes(task.config, task.problem, task.config.defaults.format, 3, rung=None, emulated=emulated)
+        found = ShapeSource(task, task.config.defaults.format, {}, 3).draw(emulated=emulated)
         assert len({tuple(s.dims.items()) for s in found}) == task.config.drawing.count
 
 
@@ -118,10 +118,10 @@ def test_every_rung_takes_what_is_drawn_for_it() -> None:
         config, fmt = task.config, task.config.defaults.format
         for rung in config.rungs:
             for seed in range(3):
-                for shape in draw_shapes(config, task.problem, fmt, seed, rung=rung, emulated=True):
+                for shape in ShapeSource(task, fmt, rung.only, seed).draw(emulated=True):
                     render_program(task.family, config.rung_variant(rung).values, fmt, shape.dims)
             for shape in config.shapes:
-                if rung.answers_for(shape.dims):
+                if fits_dims(shape.dims, rung.only):
                     render_program(task.family, config.rung_variant(rung).values, fmt, shape.dims)
 
 
@@ -131,8 +131,8 @@ def test_every_rung_takes_what_is_drawn_for_it() -> None:
 def asked(
     task: LoadedTask, shapes: tuple[str, ...], seeds: tuple[int, ...], seed: int | None, emulated: bool = False
 ) -> CheckPlan:
-    chosen = [task.config.shape(name) for name in shapes]
-    return build_check_plan(task.config, task.problem, "float", chosen, seeds, rung=None, seed=seed, emulated=emulated)
+    plain = request(Path(), task=task, shapes=shapes, seeds=seeds, fmt="float", whole=False)
+    return build_check_plan(dataclasses.replace(plain, ordinal=EMULATOR if emulated else 0), None, seed=seed)
 
 
 def test_the_whole_exam_has_secret_seeds_for_every_shape_and_drawn_ones(tmp_path: Path) -> None:
@@ -175,10 +175,11 @@ def test_every_variant_has_a_small_a_large_and_an_odd_shape(name: str, emulated:
     dealt = set()
     for seed in (2**40, 2**41, 2**42):
         shapes = [config.shape(n) for n in config.defaults.shapes] if emulated else config.shapes
-        found = build_check_plan(
-            config, task.problem, config.defaults.format, shapes, derive_seeds(config, seed), rung=None, seed=seed,
-            emulated=emulated,
+        plain = request(
+            Path(), task=task, shapes=[shape.name for shape in shapes], seeds=derive_seeds(config, seed),
+            fmt=config.defaults.format, whole=False,
         )  # fmt: skip
+        found = build_check_plan(dataclasses.replace(plain, ordinal=EMULATOR if emulated else 0), None, seed=seed)
         of: dict[str, list[Shape]] = {}
         for case_plan in found.case_plans:
             if case_plan.variant != "normal":
@@ -250,7 +251,7 @@ def run(
     """Validate the doubling task's exam with the secret seed 77 on a fake GPU, where the candidate does that."""
     plain = request(out, task=task, shapes=("tiny",), fmt="float", whole=False)
     config = task.config
-    monkeypatch.setattr("greenfast.judge.request.draw_seed", lambda: 77)
+    monkeypatch.setattr("greenfast.judge.check_plan.draw_seed", lambda: 77)
     whole = add_check_plan(plain, config.rung("fast"), **{"chosen": False} | options)
     scripts = {"plain": Script(us=20.0), "fast": Script(us=10.0, behave=behave)}
     install(monkeypatch, FakeDevice(whole, scripts))

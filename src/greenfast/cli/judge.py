@@ -13,6 +13,7 @@ from rich.text import Text
 from greenfast.cli.console import GateConsole, show, status
 from greenfast.cli.progress import ProgressLine
 from greenfast.judge.cached_timing import load_kept_records, use_recorded_target
+from greenfast.judge.check_plan import add_check_plan
 from greenfast.judge.formats.traces import check_traces, write_traces
 from greenfast.judge.gates.registry import GATES
 from greenfast.judge.pages import write_page
@@ -21,7 +22,7 @@ from greenfast.judge.record_schema import Record
 from greenfast.judge.report import formatting
 from greenfast.judge.report.junit import junit, junit_error
 from greenfast.judge.report.markdown import short_form
-from greenfast.judge.request import add_check_plan, read_request
+from greenfast.judge.request import read_request
 from greenfast.judge.store import check_output_file, write_whole
 from greenfast.judge.subject import find_subject, load_implementations
 from greenfast.judge.task import LoadedTask

@@ -29,8 +29,8 @@ from greenfast.evolve.event_log import EventKey, Log
 from greenfast.evolve.proposal import Candidate
 from greenfast.evolve.stages import Stages
 from greenfast.evolve.workers import GpuName, GpuWorkers
-from greenfast.judge.check_plan import timed_seeds
 from greenfast.judge.implementation import BuiltSide
+from greenfast.judge.request import timed_seeds
 from greenfast.judge.timing.interleaved import balanced, drawn_warmup
 from greenfast.spec.errors import MachineError
 from greenfast.spec.limits import compute_floor

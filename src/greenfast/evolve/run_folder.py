@@ -22,10 +22,11 @@ from greenfast.evolve.sources import Sources
 from greenfast.evolve.space import check
 from greenfast.evolve.stages import Stages, keep_winner, make_search_request
 from greenfast.evolve.workers import describe_gpus, make_gpu_workers, make_workers
+from greenfast.judge.check_plan import fits_dims
 from greenfast.judge.request import EMULATOR, choose_devices, git_state, now, package_versions
 from greenfast.judge.store import check_writable, to_json, write_whole
 from greenfast.judge.subject import load_baseline
-from greenfast.judge.task import find_task, fits_dims, load
+from greenfast.judge.task import find_task, load
 from greenfast.spec.errors import MachineError, UsageError
 
 INDEX, INSIGHTS, NEGATIVES = "index.sqlite", "insights.jsonl", "negatives.md"

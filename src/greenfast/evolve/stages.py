@@ -21,13 +21,14 @@ from greenfast.device.worker import Worker
 from greenfast.evolve.manifest import Manifest
 from greenfast.evolve.proposal import Candidate, Descriptor, Stage
 from greenfast.evolve.sources import Sources, copy_folder
+from greenfast.judge.check_plan import add_check_plan
 from greenfast.judge.emulator_session import EmulatorSession
 from greenfast.judge.gates.registry import GATES
 from greenfast.judge.implementation import BASELINE, CANDIDATE, BuiltSide, Implementation
 from greenfast.judge.pipeline import GateRun
 from greenfast.judge.record_io import RECORD, REPORT, compute_digest, read_measurements
 from greenfast.judge.record_schema import DRAWN, Record
-from greenfast.judge.request import NullListener, ProgressListener, Request, add_check_plan, make_request
+from greenfast.judge.request import NullListener, ProgressListener, Request, make_request
 from greenfast.judge.store import to_json, write_whole
 from greenfast.judge.subject import load_baseline
 from greenfast.judge.task import LoadedTask, find_task, load

@@ -9,7 +9,7 @@ import platform
 import subprocess
 from argparse import Namespace
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,18 +18,9 @@ import msgspec
 
 from greenfast.device.gpu import device_count
 from greenfast.device.worker import Worker, gpu_info
-from greenfast.judge.check_plan import (
-    CasePlan,
-    CheckPlan,
-    build_check_plan,
-    derive_seeds,
-    draw_seed,
-    select_shapes,
-    timed_seeds,
-)
 from greenfast.judge.emulator_session import EmulatorSession
 from greenfast.judge.record_schema import GateResult, GitState
-from greenfast.judge.task import FormatGates, LoadedTask, Rung, Shape, Timing
+from greenfast.judge.task import FormatGates, LoadedTask, Shape, Timing
 from greenfast.kernels import KERNEL_DIR
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import MachineError, UsageError
@@ -168,13 +159,78 @@ class NullListener:
         """Do nothing."""
 
 
+#: The minimum number of seeds per shape. Each timed launch draws its inputs from their cases.
+MIN_SEEDS = 3
+
+
+def timed_seeds(seeds: Sequence[int]) -> list[int]:
+    """Return the seeds of the timed cases: these, and the smallest other ones up to MIN_SEEDS."""
+    others = (n for n in range(MIN_SEEDS + len(seeds)) if n not in seeds)
+    return [*seeds, *(next(others) for _ in range(MIN_SEEDS - len(seeds)))]
+
+
+@dataclass(frozen=True)
+class CasePlan:
+    """One planned case of CORRECTNESS: a shape, a seed and a variant of the inputs.
+
+    randomized: True if the shape or the seed is not the task's. The task's limits on the format's error hold for its
+        own shapes and seeds. In randomized cases and in variants the format's error is reported and not judged.
+    new_shape: True if the shape is not the task's.
+    """
+
+    shape: Shape
+    seed: int
+    variant: str = NORMAL
+    randomized: bool = False
+    new_shape: bool = False
+
+    @property
+    def format_is_judged(self) -> bool:
+        """True if the limits on the format's error and on the total error apply."""
+        return not self.randomized and self.variant == NORMAL
+
+    def __str__(self) -> str:
+        return f"{self.shape.name} seed {self.seed}" + (f" {self.variant}" if self.variant != NORMAL else "")
+
+
+@dataclass(frozen=True)
+class CheckPlan:
+    """The cases of a run, and the parts of the full plan that it skips.
+
+    required_shapes: the task's shapes in the full plan.
+    small_shape: the shape on which all variants run.
+    emulated_shapes: the shapes that the emulator runs too while a GPU runs all shapes: ``small_shape``, the smallest
+        random shape if it is not larger, and the random shapes that are longer than a tile.
+    unnamed_shapes: names of the shapes that are in no option and no default.
+    random_shapes: the shapes that were drawn at run time.
+    seed: the first seed of the inputs and the source of all randomness; None if the inputs come from public seeds.
+    missing: the skipped parts of the full plan, in words.
+    secret: True if ``seed`` was unknown before the run.
+    """
+
+    case_plans: tuple[CasePlan, ...]
+    required_shapes: tuple[Shape, ...]
+    small_shape: Shape
+    emulated_shapes: tuple[Shape, ...]
+    unnamed_shapes: frozenset[str] = frozenset()
+    random_shapes: tuple[Shape, ...] = ()
+    seed: int | None = None
+    missing: tuple[str, ...] = ()
+    secret: bool = True
+
+    @property
+    def emulated_case_plans(self) -> list[CasePlan]:
+        """The cases that the emulator runs beside a GPU: the first one of each emulated shape."""
+        return [next(case for case in self.case_plans if case.shape == shape) for shape in self.emulated_shapes]
+
+
 @dataclass(frozen=True)
 class Request:
     """The choices that all runs share. Each command adds its own implementations.
 
     shapes, seeds: the timed cases; without a check plan, also the cases of CORRECTNESS.
     ordinal: the number of the GPU, the emulator's name, or None.
-    check_plan: the cases of CORRECTNESS (see ``add_check_plan``); None for a run without a decision.
+    check_plan: the cases of CORRECTNESS (``judge.check_plan``); None for a run without a decision.
     is_partial: True if options left out a part of the check plan. Without options, a run on a GPU has all shapes of the
         candidate's rung, any other run has the task's default shapes.
     start_worker: starts the process that runs kernels; None for a new one on the device. With it, neither the emulator
@@ -213,6 +269,11 @@ class Request:
         return (*planned, *(plan for plan in timed if (plan.shape.name, plan.seed) not in covered))
 
     @property
+    def is_emulated(self) -> bool:
+        """True if the chosen device is the emulator."""
+        return isinstance(self.ordinal, str)
+
+    @property
     def gates(self) -> FormatGates:
         """The correctness gates of the format."""
         return self.task.config.gates(self.format)
@@ -227,7 +288,7 @@ class Request:
     @property
     def make_emulator(self) -> Callable[[], Worker] | None:
         """A function that starts an emulator beside a GPU, to detect faults that a GPU cannot show; None if unused."""
-        if self.check_plan is None or isinstance(self.ordinal, str) or self.start_worker:
+        if self.check_plan is None or self.is_emulated or self.start_worker:
             return None
         return lambda: Worker(timeout_s=max(self.timeout_s, _SMALL_CASE_TIMEOUT_S), make_session=EmulatorSession)
 
@@ -242,9 +303,9 @@ class Request:
         """A function that starts a process on the chosen device."""
         if self.start_worker is not None:
             return self.start_worker
-        if isinstance(self.ordinal, str):
+        if self.is_emulated:
             return lambda: Worker(timeout_s=max(self.timeout_s, _EMULATOR_TIMEOUT_S), make_session=EmulatorSession)
-        ordinal = self.ordinal or 0
+        ordinal = int(self.ordinal or 0)
         return lambda: Worker(ordinal, timeout_s=self.timeout_s)
 
     @property
@@ -341,48 +402,3 @@ def read_request(task: LoadedTask, args: Namespace, **changes: Any) -> Request:
     options: dict[str, Any] = {name: getattr(args, name, None) for name in names}
     options |= {"fmt": getattr(args, "format", None), "timeout_s": args.timeout}
     return make_request(task, **(options | changes))
-
-
-def add_check_plan(
-    request: Request, rung: Rung | None, *, chosen: bool, seed: int | None = None, public: bool | None = None
-) -> Request:
-    """Return the request with its check plan: the full plan on a GPU, a part that takes some minutes on the emulator.
-
-    The inputs come from a secret seed that is drawn here and added to the request's command.
-    rung: the candidate's rung; None if the candidate is not a rung.
-    chosen: True if options chose the shapes or seeds. If they chose a part, nothing is drawn unless ``seed`` is set.
-    seed: the seed of an earlier run, to repeat its plan.
-    public: True if options chose the seeds of the inputs; None for the value of ``chosen``.
-    With ``public`` or ``seed`` the inputs were known before the run, so the plan is not the full plan.
-    Raises UsageError as ``build_check_plan`` does.
-    """
-    config = request.task.config
-    by_options, public = chosen or seed is not None, chosen if public is None else public
-    can_run, emulated = request.cannot_run() is None, isinstance(request.ordinal, str)
-    named_shapes, all_shapes = request.shapes, select_shapes(config, rung)
-    usual = {shape.name for shape in all_shapes} if can_run and not emulated else {*config.defaults.shapes}
-    if not chosen and can_run and not emulated:
-        request = replace(request, shapes=all_shapes)
-    has_all_shapes = not chosen or all(shape in request.shapes for shape in all_shapes)
-    draws, secret = has_all_shapes or seed is not None, seed is None and not public
-    if seed is None and can_run and (has_all_shapes or not public):
-        seed = draw_seed()
-        request = replace(request, command=f"{request.command} --exam-seed {seed}")
-    if seed is not None and not public:
-        request = replace(request, seeds=derive_seeds(config, seed))
-    check_plan = build_check_plan(
-        config,
-        request.task.problem,
-        request.format,
-        request.shapes,
-        request.seeds,
-        rung=rung,
-        seed=seed,
-        emulated=emulated,
-        added=[shape for shape in request.shapes if shape not in named_shapes],
-        draws=draws,
-        secret=secret,
-    )
-    lacks_cases = not usual <= {shape.name for shape in request.shapes}
-    lacks_more = any(not part.endswith(" shapes") for part in check_plan.missing)
-    return replace(request, check_plan=check_plan, is_partial=by_options and (lacks_cases or lacks_more))

@@ -116,11 +116,6 @@ class KernelErrorGate(_Strict, frozen=True, kw_only=True):
     rounding: str = ""
 
 
-def fits_dims(dims: dict[str, int], only: dict[str, list[int]]) -> bool:
-    """Return True if each dimension has a value that ``only`` lists, 0 for an absent one."""
-    return all(dims.get(name, 0) in values for name, values in only.items())
-
-
 class Rung(_Strict, frozen=True, kw_only=True):
     """One step of the ladder: a named variant with its predecessor, its gate, its budget and its promises.
 
@@ -147,10 +142,6 @@ class Rung(_Strict, frozen=True, kw_only=True):
             if budget.when.items() <= dims.items():
                 return budget
         return self.budget
-
-    def answers_for(self, dims: dict[str, int]) -> bool:
-        """Return True if the rung supports a shape with these dimensions."""
-        return fits_dims(dims, self.only)
 
 
 class Toggle(_Strict, frozen=True, kw_only=True):

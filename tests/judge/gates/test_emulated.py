@@ -11,12 +11,12 @@ import pytest
 
 from greenfast.device.session import RunResult
 from greenfast.device.worker import UnsupportedByDeviceError, Worker, WorkerError
-from greenfast.judge.check_plan import CasePlan
+from greenfast.judge.check_plan import add_check_plan
 from greenfast.judge.emulator_session import EmulatorSession
 from greenfast.judge.gates.faults import EmulatedRuns
 from greenfast.judge.implementation import build_side, build_solution_implementation
 from greenfast.judge.record_schema import Record
-from greenfast.judge.request import Request, add_check_plan
+from greenfast.judge.request import CasePlan, Request
 from greenfast.judge.solution.schema import find_solution
 from greenfast.judge.task import Shape
 from greenfast.judge.validate import validate

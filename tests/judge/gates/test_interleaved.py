@@ -12,8 +12,8 @@ import pytest
 
 from greenfast.device.session import output_digest
 from greenfast.device.worker import WorkerError
-from greenfast.judge.check_plan import timed_seeds
 from greenfast.judge.implementation import build_side
+from greenfast.judge.request import timed_seeds
 from greenfast.judge.task import Timing
 from greenfast.judge.timing import interleaved
 from greenfast.judge.timing.interleaved import COLD, MIN_CLOCK_SHARE, WARM, Cell, Measurement, measure

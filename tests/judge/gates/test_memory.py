@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from greenfast.device import memory_check
+from greenfast.judge.check_plan import add_check_plan
 from greenfast.judge.implementation import build_side
 from greenfast.judge.record_io import decide
 from greenfast.judge.record_schema import PlanCoverage, Record
-from greenfast.judge.request import add_check_plan
 from greenfast.judge.validate import validate
 from tests.cheats.cheats import doubling
 from tests.fakes import Behaviour, Call, FakeDevice, Script, Watcher, install, request, right

@@ -11,11 +11,11 @@ import pytest
 from numpy.typing import NDArray
 
 from greenfast.device.session import RunResult
-from greenfast.judge.check_plan import CasePlan
 from greenfast.judge.formats.defined import unit_of_outputs
 from greenfast.judge.gates.correctness import check_cases
 from greenfast.judge.gates.sensitivity import fill_outputs, find_dropped
 from greenfast.judge.record_schema import GateResult
+from greenfast.judge.request import CasePlan
 from greenfast.judge.task import ErrorGate, FormatGates, KernelErrorGate, Shape
 from greenfast.spec.errors import UsageError
 from greenfast.spec.problem import Array, Case, OutputSpec, References

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from greenfast.device.session import Executable, RunResult
-from greenfast.judge.check_plan import CasePlan
 from greenfast.judge.gates.correctness import check_cases
+from greenfast.judge.request import CasePlan
 from greenfast.judge.subject import load_baseline
 from greenfast.judge.task import ErrorGate, FormatGates, KernelErrorGate, Shape
 from greenfast.spec.problem import Case, OutputSpec, References

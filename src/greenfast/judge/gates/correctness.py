@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 
 from greenfast.device.session import RunResult, output_digest
 from greenfast.device.worker import UnsupportedByDeviceError, Worker, WorkerError
-from greenfast.judge.check_plan import CasePlan
 from greenfast.judge.error_metrics import (
     bound_histogram,
     error_histogram,
@@ -55,6 +54,7 @@ from greenfast.judge.record_schema import (
 )
 from greenfast.judge.report import facts, formatting
 from greenfast.judge.report.formatting import Section
+from greenfast.judge.request import CasePlan
 from greenfast.judge.task import CaseGates, FormatGates, KernelErrorGate, Shape
 from greenfast.spec.errors import UsageError
 from greenfast.spec.kernel import PHASE_BUFFER

@@ -20,9 +20,9 @@ from greenfast.device.memory_check import MAX_BYTES
 from greenfast.device.session import RunResult, same_bits
 from greenfast.device.worker import UnsupportedByDeviceError, Worker, WorkerError
 from greenfast.emulator.pending_at_exit import find_unawaited
-from greenfast.judge.check_plan import CasePlan
 from greenfast.judge.implementation import BuiltSide
 from greenfast.judge.record_schema import Status
+from greenfast.judge.request import CasePlan
 from greenfast.spec.errors import MachineError, UnsupportedError
 from greenfast.spec.problem import Case
 

@@ -9,13 +9,13 @@ from typing import Any
 import msgspec
 
 from greenfast.device.worker import WorkerError
-from greenfast.judge.check_plan import timed_seeds
 from greenfast.judge.implementation import BASELINE, CANDIDATE
 from greenfast.judge.pipeline import Gate, GateRun, PerformanceOutcome, conclude_checks, pending
 from greenfast.judge.record_schema import CachedTiming, Claim, GateResult, Record, Run, SpeedupRow, Status, TimingRow
 from greenfast.judge.report import facts, formatting
 from greenfast.judge.report.facts import cached_section, describe_source, speedup_table
 from greenfast.judge.report.formatting import Section
+from greenfast.judge.request import timed_seeds
 from greenfast.judge.task import Shape, Timing
 from greenfast.judge.timing.estimators import (
     AGAIN,
