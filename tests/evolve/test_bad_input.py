@@ -127,8 +127,8 @@ def test_resuming(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     task = write_search_task(tmp_path / "task")
     for arguments, says in (
         (("--resume", tmp_path), "no run of `greenfast evolve`; it has no manifest.json"),
-        (("--resume", tmp_path, "--proposer", "tpe"), "goes on with the settings of its run, which --proposer cannot"),
-        ((task, "--resume", tmp_path), "which a task cannot change; --budget can"),
+        (("--resume", tmp_path, "--proposer", "tpe"), "keeps the settings of its run: --proposer cannot"),
+        ((task, "--resume", tmp_path), "a task cannot change them; --budget can"),
         ((), "name a task, or a run with --resume"),
     ):
         ran = run_here(capsys, "evolve", *arguments)

@@ -53,10 +53,10 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, title: str | 
     return shown
 
 
-def show(what: Table | Text | str) -> None:
+def show(content: Table | Text | str) -> None:
     """Print to standard output: text unchanged, and tables as wide as their words, if need be over the edge."""
     console = ClosableConsole(width=None if sys.stdout.isatty() else 200, highlight=False)
-    console.print(what, markup=False, soft_wrap=isinstance(what, str), crop=False)
+    console.print(content, markup=False, soft_wrap=isinstance(content, str), crop=False)
 
 
 class GateConsole:

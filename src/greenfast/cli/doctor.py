@@ -14,7 +14,7 @@ EXIT_MACHINE = 3
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print what is installed and what is missing; return 0 if attention can be computed here, else 3.
+    """Print installed and missing parts; return 0 if attention can be computed here, else 3.
 
     The table is plain text, as rich may be missing.
     """
@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
         if finding.remedy:
             print(f"{'':{width}}            -> {finding.remedy}")
     if code:
-        print("\nnothing can run here until what is MISSING is there")
+        print("\nnothing can run here while a part is MISSING")
     elif not static:
         print(
             "\nattention works here (greenfast.sdpa); judge and the other commands need the parts marked EXTRA: "

@@ -119,8 +119,8 @@ def _started(args: argparse.Namespace) -> tuple[Path, Manifest]:
 def _resumed(args: argparse.Namespace) -> tuple[Path, Manifest]:
     given = [name for name in _OF_A_NEW_RUN if getattr(args, name)]
     if args.task is not None or given:
-        what = "a task" if args.task is not None else f"--{given[0]}"
-        raise UsageError(f"--resume goes on with the settings of its run, which {what} cannot change; --budget can")
+        option = "a task" if args.task is not None else f"--{given[0]}"
+        raise UsageError(f"--resume keeps the settings of its run: {option} cannot change them; --budget can")
     return args.resume, load_resumed_manifest(args.resume, read_budget(args.budget) if args.budget else None)
 
 

@@ -35,7 +35,7 @@ UNDECIDED, UNCHECKED = 4, 6
 
 @dataclass(frozen=True)
 class _Verdict:
-    """What the outputs of a run are made of: its outcome, task, exit code and notes for the console."""
+    """The data for a run's outputs: its outcome, task, exit code and notes for the console."""
 
     outcome: Outcome
     task: LoadedTask

@@ -128,8 +128,8 @@ def _html(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--html", type=Path, metavar="FILE", help="also write the report as one HTML file")
 
 
-def _json(parser: argparse.ArgumentParser, what: str = "record") -> None:
-    parser.add_argument("--json", action="store_true", help=f"print the {what} as JSON instead of text")
+def _json(parser: argparse.ArgumentParser, output: str = "record") -> None:
+    parser.add_argument("--json", action="store_true", help=f"print the {output} as JSON instead of text")
 
 
 def judge(parser: argparse.ArgumentParser) -> None:
@@ -146,9 +146,9 @@ def judge(parser: argparse.ArgumentParser) -> None:
     add(
         "--problem",
         metavar="P",
-        help="what a solution solves: a task's name, a folder with config_forward.json, a definition of "
+        help="the problem of a solution: a task's name, a folder with config_forward.json, a definition of "
         "FlashInfer-Trace or SOL-ExecBench, a KernelBench file, a task folder of robust-kbench, or a file of "
-        "TritonBench (default: what the solution names)",
+        "TritonBench (default: the one that the solution names)",
     )
     add("--workloads", type=Path, metavar="FILE", help="a definition's workloads (default: next to it)")
     add("--traces", type=Path, metavar="FILE", help="also write it as FlashInfer-Trace's JSONL")
@@ -305,7 +305,7 @@ def profile(parser: argparse.ArgumentParser) -> None:
     add(
         "--phases",
         action="store_true",
-        help="only count the cycles of the kernel's phases; on the emulator, what they execute",
+        help="only count the cycles of the kernel's phases; on the emulator, their instructions and accesses",
     )
     add("--launches", type=int, default=3, metavar="N", help="profile the last of N (default: 3)")
     _what(parser)
@@ -317,13 +317,13 @@ def report(parser: argparse.ArgumentParser) -> None:
     """Options of ``greenfast report``."""
     add = parser.add_argument
     add("run", type=Path, nargs="*", help="a run's folder or its record.json, or a folder of runs")
-    what = parser.add_mutually_exclusive_group()
-    what.add_argument("--short", action="store_true", help="the short form, to paste into a pull request")
-    what.add_argument("--table", action="store_true", help="one verdict table of all the runs given")
-    what.add_argument(
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--short", action="store_true", help="the short form, to paste into a pull request")
+    form.add_argument("--table", action="store_true", help="one verdict table of all the runs given")
+    form.add_argument(
         "--compare", action="store_true", help="the timings of two runs, or two perf_baseline.json, next to each other"
     )
-    what.add_argument("--schema", action="store_true", help="print the JSON Schema of records")
+    form.add_argument("--schema", action="store_true", help="print the JSON Schema of records")
     add("--plot", type=Path, metavar="FILE", help="also draw a run's timings (.png or .svg)")
     _html(parser)
     add("--git", action="store_true", help="of a folder of runs: also versions in its git history")
@@ -444,7 +444,7 @@ def emulate(parser: argparse.ArgumentParser) -> None:
         default=[],
         type=named_file,
         metavar="NAME=FILE.npy",
-        help="what an output must hold",
+        help="the expected contents of an output",
     )
     add("--tolerance", type=tolerance, default=0.0, metavar="T", help="largest difference from it (default: 0)")
     add("--save", type=Path, metavar="DIR", help="write each output there as NAME.npy")
@@ -500,7 +500,7 @@ VERBS: dict[str, _Options] = {
     "profile": ("Nsight Compute profile, and the share of each phase of a kernel", profile),
     "report": ("the report of a saved run, a comparison of two, or the history of a folder of runs", report),
     "list": ("the known tasks, or the variants of one", list_),
-    "doctor": ("what this machine has, what is missing, and the remedy", doctor),
+    "doctor": ("installed and missing parts of this machine, and remedies", doctor),
     "completion": ("a script by which a shell completes verbs and options", completion),
 }
 #: Verb -> example command lines of its --help, each with its effect.

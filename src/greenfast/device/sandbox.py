@@ -133,7 +133,7 @@ _NAMESPACES = 0x7E020000 | 0x8000
 _PRCTL = (2, 3, 7, 15, 16, 21, 23, 27, 29, 30, 38, 39, 40, 41, 42, 50, 51, 55, 56, 0x53564D41)
 #: fcntl: descriptors, flags, locks, pipes, seals; not the process that gets SIGIO, leases or notifications.
 _FCNTL = (0, 1, 2, 3, 4, 5, 6, 7, 9, 36, 37, 38, 1030, 1031, 1032, 1033, 1034)
-#: ioctl: what kind of terminal it is, bytes to read, blocking, close on exec, a copy of a file's blocks.
+#: ioctl: the kind of a terminal, bytes to read, blocking, close on exec, a copy of a file's blocks.
 _IOCTL = (0x5401, 0x540F, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451, 0x40049409)
 #: For the driver: all ioctls except of terminals, files' flags, block devices, btrfs and sockets.
 _IOCTL_KINDS = tuple(kind << 8 for kind in range(256) if kind not in (0x12, 0x54, 0x58, 0x66, 0x76, 0x89, 0x94))
@@ -312,7 +312,7 @@ def _number(name: str, calls: str) -> int:
 
 
 def _filtered_calls(gpu: bool, own: int, signals_scoped: bool) -> dict[str, tuple[int, Sequence[Sequence[Check]]]]:
-    """Return by name the error of a refused call, and what allows one: all checks of any of some alternatives.
+    """Return by name the error of a refused call, and alternatives that allow it: all checks of one must hold.
 
     own: the process id in the filter. Children inherit the filter, and it treats their ids as other processes, so they
     can refer to themselves only by 0. signals_scoped: whether Landlock already blocks signals to other processes.

@@ -15,8 +15,8 @@ from greenfast.spec.errors import GreenfastError, UnsupportedError
 def serve(connection: Connection, make_session: Callable[..., Any], args: tuple[Any, ...]) -> None:
     """Report whether it started, then answer (method, args) until the pipe closes.
 
-    Every message is ("ok", result), ("unsupported", message) after an UnsupportedError, or ("error", message). What
-    kernels print goes to standard error: standard output is the caller's, who may write a record there.
+    Every message is ("ok", result), ("unsupported", message) after an UnsupportedError, or ("error", message). Kernels
+    print to standard error: standard output is the caller's, who may write a record there.
     """
     os.dup2(2, 1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles interrupts, and closes the pipe

@@ -83,8 +83,8 @@ class Scheduler:
         self.interrupted: set[tuple[int, int]] = set()  # warps and reads after which others have run
         self.interrupt = False
         self.failed_polls = [0] * machine.warps  # how many iterations a loop of each warp has waited in vain
-        self.polls = [False] * machine.warps  # whether the last loop of each warp reads what others may write
-        self.spent = 0  # what iterations of waiting loops cost, in instructions
+        self.polls = [False] * machine.warps  # whether the last loop of each warp reads memory that others may write
+        self.spent = 0  # cost of the iterations of waiting loops, in instructions
         self.spin_counts = Counter[int]()  # how often loops have let others run, by branch
         # Per warp: instructions executed since the last event, and the number of events then.
         self.silent_runs = [(0, -1)] * machine.warps
@@ -207,7 +207,7 @@ class Scheduler:
             raise self.m.fault(f"{reason} (an endless loop?)", lane)
 
     def _count_for(self, n: int) -> None:
-        """Count what runs now for a warp, where phases are counted."""
+        """Direct the counts to the current phase of a warp, if phases are counted."""
         if self.m.phases is not None:
             self.m.counts = self.m.phases.select_warp(n)
 

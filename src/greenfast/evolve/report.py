@@ -137,7 +137,7 @@ def _result(manifest: Manifest, state: State) -> list[Markup]:
             for n, (e, v) in enumerate(state.verdicts)
         ]
         parts.append(table(("finalist", "settings", "verdict", "validated", "in its race", "reasons, record"), rows))
-        parts.append(paragraph("The best of many looks better in its race than it is; what counts is the validation."))
+        parts.append(paragraph("The best of many looks better in its race than it is; only the validation counts."))
     best = select_best(state.history)
     if best is not None and state.baseline is not None:
         mine, theirs = best.behaviour or Descriptor(), state.baseline.behaviour or Descriptor()

@@ -33,8 +33,8 @@ def accelerate(
     Flux, Stable Diffusion 3, Wan 2.x, HunyuanVideo, LTX-Video, CogVideoX and Qwen-Image: projections stay modules of
     the model, with their LoRA weights and offloading; norm, RoPE and attention run here. A call follows the rules of
     ``greenfast.explain`` with this ``precision`` and ``min_length``: attention to a short text, for example, stays with
-    PyTorch. What attention_block does not compute (masks that are added to scores, attention to a reference image in
-    Wan) runs the layer's own processor, with its attention routed as by ``greenfast.use``.
+    PyTorch. Calls that attention_block does not compute (masks that are added to scores, attention to a reference
+    image in Wan) run the layer's own processor, with its attention routed as by ``greenfast.use``.
     policy: layers and denoising steps in 16 bits. Steps need a pipeline with ``step_index`` in its scheduler.
 
     Returns the report, with ``undo``. Raises ValueError for other models and for a policy that does not fit, and

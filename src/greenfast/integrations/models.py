@@ -45,9 +45,9 @@ class Policy:
 
 @dataclass(eq=False)
 class Accelerated:
-    """A report of what ``accelerate`` replaced in a model, and the way back.
+    """A report of the layers that ``accelerate`` replaced in a model, with ``undo``.
 
-    replaced: name of each replaced layer -> what runs in its place. left: name of each other layer -> the reason.
+    replaced: name of each replaced layer -> its replacement. left: name of each other layer -> the reason.
     routed: counts of calls, of replaced layers and of the routed ``sdpa`` that others run. errors: relative errors by
     layer and step, while ``calibrate`` measures. As a context manager it calls ``undo`` at the end of the block.
     """
@@ -76,7 +76,7 @@ class Accelerated:
         self._undo.append(undo)
 
     def add_undo(self, undo: Callable[[], None]) -> None:
-        """Record what restores another part of the model."""
+        """Record a function that restores another part of the model."""
         self._undo.append(undo)
 
     def finish(self, model: str, known: Collection[str]) -> None:
@@ -116,7 +116,7 @@ class Accelerated:
 
 
 class Layer:
-    """A replaced layer: it decides for each call what computes it."""
+    """A replaced layer: it chooses for each call the kernels here or the layer's own code."""
 
     def __init__(self, name: str, owner: Accelerated) -> None:
         self.name = name

@@ -39,10 +39,10 @@ def get_target(device: int) -> Target:
         raise NotImplementedError(str(e)) from None
 
 
-def require_hopper(target: Target, what: str) -> None:
-    """Raise NotImplementedError for any other target. what: begins the message."""
+def require_hopper(target: Target, requirement: str) -> None:
+    """Raise NotImplementedError for any other target. requirement: the beginning of the message."""
     if target.name != TARGET.name:
-        raise NotImplementedError(f"{what}, this is {target.name}")
+        raise NotImplementedError(f"{requirement}, this is {target.name}")
 
 
 @cache

@@ -119,7 +119,7 @@ class MaskSpec:
 
 
 class ScoreOptions(NamedTuple):
-    """What ``sdpa`` does to scores beyond a causal mask.
+    """Options of ``sdpa`` for scores, beyond a causal mask.
 
     window: (left, right), -1 for no limit. softcap: 0 for none. sinks: (H,), or None. kv_lengths: (B,), or None.
     skip_threshold: 0 for none. alignment: of the window, as in MaskSpec.

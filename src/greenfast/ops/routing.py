@@ -152,7 +152,7 @@ def explain(
     The reason states the cost of a mask. PyTorch's attention has no ``window``, ``softcap``, ``sinks``, ``kv_lengths``
     and ``skip_threshold``: calls with them that no kernel can compute are refused.
 
-    q_norm, rope, norm: of a call of ``attention_block``. The reason then names what computes norm and RoPE: the pass
+    q_norm, rope, norm: of a call of ``attention_block``. The reason then names the code for norm and RoPE: the pass
     that quantizes, or PyTorch before it. query, key and value may then be lists of the parts of a sequence, and the
     reason also names whether they are read in place.
 

@@ -145,7 +145,7 @@ def _check_number(name: str, value: Any, least: float, *, above: bool = False) -
 
 
 def is_valid_grouping(heads: Any, kv_heads: Any) -> bool:
-    """Return whether 1 to MAX_GROUP_SIZE query heads share each KV head. A graph asserts what only the run decides."""
+    """Return whether 1 to MAX_GROUP_SIZE query heads share each KV head. A graph checks unknown sizes when it runs."""
     if not require(kv_heads > 0) or not require(heads % kv_heads == 0):
         return False
     return require(heads >= kv_heads) and require(heads <= MAX_GROUP_SIZE * kv_heads)

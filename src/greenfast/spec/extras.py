@@ -28,7 +28,7 @@ def require(feature: str, extra: str) -> None:
 
 
 def install_command(extra: str) -> str:
-    """Return what installs an extra: greenfast is on no package index yet, so it is installed from a clone."""
+    """Return the command that installs an extra, from a clone: greenfast is on no package index yet."""
     return f"pip install '.[{extra}]' in a clone of greenfast"
 
 

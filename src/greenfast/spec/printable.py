@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from typing import Any, TextIO
 
-# Control characters but tab and line feed (escape sequences, carriage returns), characters that reorder text, and what
-# no file can hold: halves of surrogate pairs, as in names of files that are not UTF-8, and noncharacters.
+# Control characters but tab and line feed (escape sequences, carriage returns), characters that reorder text, and
+# characters that no file can hold: halves of surrogate pairs (in names of files that are not UTF-8), noncharacters.
 _UNSAFE = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff\ufeff\ufffe\uffff]"
 )
@@ -48,7 +48,7 @@ class PrintableStream:
             self.write(line)
 
     def flush(self) -> None:
-        """Write what waits, and flush the stream. A line that goes on afterwards is no new line."""
+        """Write the waiting text, and flush the stream. A line that goes on afterwards is no new line."""
         line, self._line = self._line, ""
         if line:
             self._stream.write(printable(line))

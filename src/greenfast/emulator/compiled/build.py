@@ -26,9 +26,9 @@ from greenfast.emulator.ptx.unsupported import unsupported
 class MachineCode:
     """A compiled stretch. run(context, registers, symbols, out, cache) returns a status (accesses.py).
 
-    registers, symbols: what the tables of pointers and addresses hold. out: the instructions with a guard that a call
-    has executed; two counts per guard, of warps and of threads; four per access (MemoryCode.count). cache: a pattern
-    per access.
+    registers, symbols: the tables of pointers and addresses. out: the instructions with a guard that a call has
+    executed; two counts per guard, of warps and of threads; four per access (MemoryCode.count). cache: a pattern per
+    access.
     """
 
     run: Callable[[int, int, int, int, int], int]

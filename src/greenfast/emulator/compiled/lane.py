@@ -53,7 +53,7 @@ class Lane:
         self.thread = self.lane = I64(0)
         #: Registers and other arrays by thread, in the order of the table of pointers.
         self.names: list[str] = []
-        #: What the table of symbols holds: addresses of variables, places of parameters, tables of conversions.
+        #: Contents of the table of symbols: addresses of variables, places of parameters, tables of conversions.
         self.symbol_names: list[tuple[str, str]] = []
         self.values: dict[str, Value] = {}
         self.written: dict[str, Value] = {}

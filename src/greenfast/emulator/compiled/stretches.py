@@ -115,7 +115,7 @@ def _may_compile(i: Instruction, memory: bool) -> bool:
 
 
 def _find_guarded(function: Function) -> set[str]:
-    """Return the registers of wgmma, and what is moved from them: each access to them is checked (in_flight.py)."""
+    """Return the registers of wgmma, and their copies by mov: each access to them is checked (in_flight.py)."""
     products = [i for i in function.code if i.name == "wgmma"]
     result = {name for i in products for o in i.operands for name in list_registers(o)}
     moves = [i.operands for i in function.code if result and i.name == "mov"]
@@ -143,7 +143,7 @@ def find_stretches(function: Function, keys: list[str], memory: bool) -> dict[in
 
 
 class Compilable(Protocol):
-    """What a program knows of its stretches (program.py)."""
+    """The part of a program that describes its stretches (program.py)."""
 
     function: Function
     keys: list[str]

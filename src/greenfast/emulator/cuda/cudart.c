@@ -84,7 +84,7 @@ static void begin(void) {
     sigaction(SIGSEGV, &action, NULL);
 }
 
-// Send a request with its payload. Print what kernels printed, or store the reply's payload (freed by the caller).
+// Send a request with its payload. Print the output of kernels, or store the reply's payload (freed by the caller).
 static Reply call(Request request, const void *payload, char **received) {
     Reply reply = {0};
     if (handler) {  // Python's lock orders its calls

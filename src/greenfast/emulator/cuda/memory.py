@@ -128,7 +128,7 @@ class DeviceMemory(GlobalMemory):
         return [(span, self.data[span].copy(), self.state[span].copy()) for span in spans]
 
     def restore(self, saved: list[tuple[slice, Bytes, Bytes]]) -> None:
-        """Restore what ``save`` returned."""
+        """Restore contents from ``save``."""
         self.poisoned = False
         for span, data, state in saved:
             self.data[span], self.state[span] = data, state

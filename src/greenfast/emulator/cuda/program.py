@@ -31,7 +31,7 @@ LIBRARIES = {
     **{"cusparse": "cuSPARSE", "cutensor": "cuTENSOR", "nccl": "NCCL", "npp": "NPP", "nvjpeg": "nvJPEG"},
 }
 _NAMES = "|".join(LIBRARIES)
-#: Names by which a program needs them, and what nvcc and the linker print if they are missing.
+#: Names by which a program needs them, and messages of nvcc and the linker if they are missing.
 _NEEDED = re.compile(rf"\0(lib({_NAMES})\w*\.so)".encode())
 _MISSING = re.compile(
     rf"(?:fatal error: |undefined reference to [`'\"]|cannot find -l)(({_NAMES})\w*(?:\.h\b)?)", re.IGNORECASE

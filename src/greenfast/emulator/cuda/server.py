@@ -41,7 +41,7 @@ _OPERATIONS = (
     *("module", "function", "variable", "allocate", "release", "copy", "fill", "symbol", "layout", "launch"),
     *("attributes", "lookup", "refuse", "tensormap", "register"),
 )
-#: What programs call for those operations that a runtime may lack.
+#: The calls of programs for operations that a runtime may lack.
 _CALLS = {
     **{2: "a managed variable", 3: "cudaMalloc", 4: "cudaFree", 5: "cudaMemcpy", 6: "cudaMemset"},
     **{7: "a copy to or from a variable", 11: "cudaPointerGetAttributes", 13: "cuTensorMapEncodeTiled"},
@@ -101,7 +101,7 @@ class Runtime:
         self.findings = findings
         self.modules: list[LoadedModule] = []
         self.kernels: dict[int, KernelHandle] = {}
-        #: What the last launch printed.
+        #: The output of the last launch.
         self.printed = b""
         self.process = 0
 
@@ -366,13 +366,13 @@ class Server(Runtime):
         dst, dst_pitch, dst_slice, src, src_pitch, src_slice, width, height, planes, kind, caller = values[:11]
         name = f"a copy of {width * height * planes} bytes"
         if kind in _COPIES:
-            for address, wanted, what in ((dst, _COPIES[kind][0], "destination"), (src, _COPIES[kind][1], "source")):
+            for address, wanted, role in ((dst, _COPIES[kind][0], "destination"), (src, _COPIES[kind][1], "source")):
                 inside = self._is_inside(address)
                 host = not inside or ((a := self.memory.find(address)) is not None and a.kind in (1, MANAGED))
                 if wanted != inside and not (host and inside):
                     held = "device" if inside else "host"
                     self._report(
-                        "invalid-copy", f"{name} by cudaMemcpy{_COPY_NAMES[kind]}: its {what} is {held} memory", caller
+                        "invalid-copy", f"{name} by cudaMemcpy{_COPY_NAMES[kind]}: its {role} is {held} memory", caller
                     )
                     raise CallError(_INVALID_VALUE)
         to = self._rows(dst, dst_pitch, dst_slice, width, height, planes, f"{name} to", caller)

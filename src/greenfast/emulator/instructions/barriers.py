@@ -144,7 +144,7 @@ class NamedBarriers:
                 )
 
     def _reduce(self, lanes: NDArray[np.intp]) -> None:
-        """Give the threads of bar.red what their barrier's threads voted."""
+        """Give the threads of bar.red the result of their barrier's vote."""
         for pc in distinct(self.pcs[lanes]):
             i = self.code[pc]
             if "red" not in i.parts:

@@ -106,7 +106,7 @@ def _amount(values: Values, bits: int) -> Values:
 
 
 def insert_bits(i: Instruction) -> Operation:
-    """Build bfi: ``length`` bits of a into b at ``position``; what reaches beyond the width is left out."""
+    """Build bfi: ``length`` bits of a into b at ``position``; bits beyond the width are dropped."""
     kind = parse_type(i)
     bits = 8 * parse_dtype(kind).itemsize
 

@@ -168,7 +168,7 @@ def _tensor_tiles(
 
 
 def require_fenced(m: ResidentBlocks, location: Offsets, access: str) -> None:
-    """A fault unless what went before through the generic proxy at the places of a bulk access had a proxy fence."""
+    """Raise a fault if a bulk access has no proxy fence after earlier generic accesses to the same places."""
     source = m.current.source
     if m.proxies is not None and not (source is not None and source.memcpy_async):
         m.proxies.require_fenced(location, np.array([m.races.warp]), access, access == "bulk write")

@@ -1,4 +1,4 @@
-"""What to observe in a run, and the observations, as plain data: by source line, watched values, a warp's trace."""
+"""Requests for observations of a run, and the observations: by source line, watched values, a warp's trace."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ class Observed(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Recorder(Protocol):
-    """What records a run: ``greenfast.emulator.observer.Observer``."""
+    """Records a run: ``greenfast.emulator.observer.Observer``."""
 
     def observed(self) -> Observed:
         """Return the observations."""

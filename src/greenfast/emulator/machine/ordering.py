@@ -36,7 +36,7 @@ def parse_scope(parts: Sequence[str]) -> int:
 
 @dataclass
 class _Late:
-    """What a warp knows of another warp that some threads have not passed on: (32,) clocks of that warp's lanes.
+    """Clocks (32,) of another warp's lanes that a warp knows, and that some of its threads have not passed on.
 
     until: the other warp's accesses that a warp would know otherwise.
     """
@@ -125,7 +125,7 @@ class Ordering:
             self.proxied[blocks, warps, kinds] = np.maximum(self.proxied[blocks, warps, kinds], known)
 
     def update_min(self, warps: NDArray[np.intp]) -> None:
-        """Recompute what these warps know at least."""
+        """Recompute the minimum clocks of the warps."""
         count = self.warps.shape[1]
         for warp in warps.tolist():
             self.min_clock[warp] = int(self.warps[:, warp].min()) if count > 1 else EVERYTHING

@@ -34,7 +34,7 @@ _STRONG = {"volatile", "relaxed", "acquire", "mmio"}
 
 
 def find_polling_branches(function: Function) -> set[int]:
-    """Return the backward branches of loops that read what other threads may write meanwhile."""
+    """Return the backward branches of loops that read memory that other threads may write meanwhile."""
     reads = np.cumsum([0, *(is_polled(i) for i in function.code)])
     result = set()
     for pc, i in enumerate(function.code):

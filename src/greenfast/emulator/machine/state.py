@@ -40,7 +40,7 @@ _BITS = {"8": np.uint8, "16": np.uint16, "32": np.uint32, "64": np.uint64, "16x2
 
 @dataclass
 class Copy:
-    """A cp.async in flight: which threads, where to, what, and the group that it belongs to, per thread.
+    """A cp.async in flight: its threads, and for each thread the destination, the bytes and the copy group.
 
     number: how many were issued before it.
     """
@@ -103,7 +103,7 @@ class ResidentBlocks(BlockState):
         self.arriving: list[BulkLoad] = []
         #: Threads at a wait for a group that have let others go first.
         self.has_yielded = np.zeros(self.lanes, np.bool_)
-        #: Counts what may let a waiting thread go on.
+        #: Counts events that may let a waiting thread go on.
         self.events = 0
         #: Threads that give up their next wait because no other thread can run.
         self.timing_out = np.zeros(self.lanes, np.bool_)

@@ -386,7 +386,7 @@ def _declared(operand: Operand | _Element | _Sum, scope: Scope) -> Operand:
         if operand.name[0] == "!":
             own = scope.register(operand.name[1:])
             if own is None or scope.function.register_kind(own) != "pred":
-                raise UsageError(f"PTX: {operand.name} in {scope.function.name} negates what is no predicate")
+                raise UsageError(f"PTX: {operand.name} in {scope.function.name} is no predicate, and cannot be negated")
             return Symbol("!" + own)
         own = scope.register(operand.name)
         if own is not None:

@@ -15,7 +15,7 @@ ELEMENTS, _COLORS = "xyzw", "rgba"
 
 
 class Scope:
-    """A block { } of a body. What inline assembly declares in one is its own: copies of it have equal names.
+    """A block { } of a body. Declarations of inline assembly are local to it: copies of it have equal names.
 
     module: with the variables that the function sees.
     """

@@ -1,4 +1,4 @@
-"""A PTX module as plain data: what parser.py reads."""
+"""A PTX module as plain data, the result of parser.py."""
 
 from __future__ import annotations
 

@@ -107,7 +107,7 @@ class Activation:
         self._stack.close()
 
     def _replace(self, stack: contextlib.ExitStack, device: torch.device) -> None:
-        """Set the driver, and replace what would need ptxas or a GPU."""
+        """Set the driver, and replace functions that would need ptxas or a GPU."""
         import triton
         from triton.backends.nvidia.compiler import CUDABackend
         from triton.compiler.compiler import ASTSource, CompiledKernel

@@ -179,7 +179,7 @@ class CudaMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @dataclass
 class ExtensionVariable:
-    """A variable of an extension's module. content: what cudaMemcpyToSymbol writes to; None before."""
+    """A variable of an extension's module. content: the memory that cudaMemcpyToSymbol writes; None before that."""
 
     module: LoadedModule
     name: str

@@ -59,7 +59,8 @@ def task_config(
 ) -> str:
     """Return a task's config with three seeds, and gates that only apply the tolerance.
 
-    defaults: how many of the shapes are judged by default (default: all). left_out: what is not judged, and why.
+    defaults: how many of the shapes are judged by default (default: all). left_out: the parts of the problem that are
+    not judged, with the reasons.
     """
     error = {"max_abs_err": _OPEN, "mean_abs_err": _OPEN, "pct_bad": 100.0, "bad_abs_err": _OPEN}
     names = [shape["name"] for shape in shapes[:defaults]]

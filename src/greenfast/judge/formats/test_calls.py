@@ -159,7 +159,7 @@ class _Arguments:
 class _TestCall:
     """A call that can be repeated. line: its line in the entry. inputs: the contents of its memory, flat.
 
-    written: the numbers of the memory that it writes. result, after: what it returned, and all memory after it.
+    written: the numbers of the memory that it writes. result: its return value. after: all memory after it.
     """
 
     function: str
@@ -355,7 +355,7 @@ class CallProblem:
             raise UsageError(f"{self._label} has no call that can be judged: {reasons}")
 
     def make_case(self, dims: Mapping[str, int], seed: int, fmt: str) -> Case:
-        """Return the memory of a call's arguments, flat, as input0, input1 ..., and what it returns and writes.
+        """Return the memory of a call's arguments, flat, as input0, input1 ..., its results and the memory it writes.
 
         Calls with fewer arguments than others get a zero for each of the others.
         """

@@ -29,7 +29,7 @@ from greenfast.spec.files import read_file
 
 #: Separates the program from its test.
 SEPARATOR = "#" * 146
-#: The reference or an answer, and what makes the calls, in a converted folder.
+#: Files of a converted folder: the reference or an answer, and the code that makes the calls.
 PROGRAM, ENTRY = "program.py", "entry.py"
 #: Allowed error of an element by the dtype of the output, relative to the sum of its size and the output's root mean
 #: square. TF32 products and other orders of sums stay below; a wrong kernel is rarely within it.

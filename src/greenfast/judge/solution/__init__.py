@@ -1,1 +1,1 @@
-"""Solutions: kernels of other authors as data, and the process that runs what code they bring."""
+"""Solutions: kernels of other authors as data, and the process that runs their code."""

@@ -57,7 +57,7 @@ _CHILD = (
     "from greenfast.judge.solution.worker_main import main; "
     "main(int(questions), int(answers), readable.split(chr(0x1f)), writable, gpu == 'gpu', current)"
 )
-#: What a solution's folder may hold, and its processes together; the judge looks once in so many seconds.
+#: Limits of a solution's folder, and of its processes together; the judge checks them once in so many seconds.
 SCRATCH_BYTES, SCRATCH_FILES = 16 << 30, 200_000
 MEMORY_BYTES = 2 * DATA_BYTES
 _LOOK_S = 1.0
@@ -228,7 +228,7 @@ class SolutionProcess:
         os.set_blocking(self._questions, False)
         pipes = (self._questions, self._answers)
         self._finalizer = weakref.finalize(self, _end, self._child, pipes, str(self.scratch), self._output)
-        #: What protects this process from the solution, such as "no network".
+        #: The protections from the solution that are active, such as "no network".
         self.sandbox: list[str] = [BY_CGROUP]  # No code of the solution runs before the first reply.
         ready = self._receive(0, time.monotonic() + START_S)
         if not isinstance(ready, Ready):

@@ -1,9 +1,9 @@
 """Convert a Python function to a program on a machine without a GPU: record its launches and PyTorch's operations.
 
 The function runs on labelled CPU tensors (``greenfast.emulator.triton``), and its kernels are recorded in place of
-being run. As after a capture on a GPU, the result is data that another process launches on other memory. What PyTorch
-computes from constants alone, such as packed weights, becomes the contents of a workspace. What it computes from the
-inputs is recorded by the names of its operations (``tensor_operations``).
+being run. As after a capture on a GPU, the result is data that another process launches on other memory. Results of
+PyTorch from constants alone, such as packed weights, become contents of workspaces. Operations of PyTorch on the inputs
+are recorded by name (``tensor_operations``).
 """
 
 from __future__ import annotations

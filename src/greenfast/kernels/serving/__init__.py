@@ -1,1 +1,1 @@
-"""Kernels of serving: attention over a paged FP8 cache, and what appends to the cache."""
+"""Kernels of serving: attention over a paged FP8 cache, and appending to the cache."""

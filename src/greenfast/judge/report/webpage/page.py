@@ -1,7 +1,7 @@
 """The parts of a page, and the page: one HTML file without scripts that loads nothing.
 
 A record is data that somebody else made, so every text is escaped: by Jinja's autoescape, by markdown-it with neither
-HTML nor links nor pictures, and by matplotlib in its SVG. The page's own policy forbids what would be loaded or run.
+HTML nor links nor pictures, and by matplotlib in its SVG. The page's own policy forbids loading and running anything.
 """
 
 from __future__ import annotations

@@ -39,8 +39,8 @@ def program(
     """Capture a function's launches as a program on this process's GPU.
 
     buffers: the buffers of the problem's case by name; inputs have example data.
-    Without a GPU, the launches of its Triton kernels and extensions are recorded. Raises MachineError for what then
-    needs a GPU, UsageError for a function that cannot be called or captured.
+    Without a GPU, the launches of its Triton kernels and extensions are recorded. Raises MachineError for functions
+    that need a GPU, UsageError for a function that cannot be called or captured.
     """
     config = solution.config
     if len(config.launches) > 1:
