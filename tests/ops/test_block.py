@@ -414,7 +414,7 @@ def test_a_repeated_call_is_not_checked_again(gpu: PretendedGpu, monkeypatch: py
 
 
 def test_quantize_launches_once(gpu: PretendedGpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sdpa, "QUANTIZE_BLOCK", block_operators._quantize_cuda)  # the dispatcher sees CPU tensors
+    monkeypatch.setattr(sdpa, "QUANTIZE_BLOCK", block_operators.BLOCKS.quantize_cuda)  # the dispatcher sees CPU tensors
     for call in repeated():
         options = {name: x for name, x in call.keywords.items() if "causal" not in name and name != "scale"}
         with torch.no_grad():

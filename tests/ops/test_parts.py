@@ -19,7 +19,7 @@ from greenfast.kernels.quantize import qkv
 from greenfast.ops import block as block_operators
 from greenfast.ops import cuda, parts, reference, sdpa
 from greenfast.ops.block import RowArguments
-from greenfast.ops.parts import TwoParts, build_parts_prologue, join_transformed
+from greenfast.ops.parts import TwoParts
 from greenfast.ops.quantized import QuantizedQKV
 from greenfast.spec.problem import Array, Case, OutputSpec
 from tests.emulator.kernels import run_source
@@ -62,7 +62,7 @@ def parse(first: QKV, second: QKV, **options: Any) -> TwoParts:
 
 def run(two: TwoParts, config: AttentionConfig) -> dict[str, Array]:
     """Run the kernel on parts in the emulator."""
-    prologue = build_parts_prologue(two)
+    prologue = two.build_prologue()
     tensors = [x for x in two.flatten()[:14] if x is not None]
     return run_kernel(two.first[:3], two.query_shape, two.key_shape, dict(zip(
         ("q", "k", "v", *prologue.buffers()), tensors, strict=True
@@ -179,7 +179,7 @@ def test_norms_of_both_parts(head_dim: int, rows: tuple[int, int], norm: str, pr
     )  # fmt: skip
     config = config_for(head_dim, torch.bfloat16, precision=precision, rotate=True, key_mean=True)
     result = run(two, config)
-    expected: QuantizedQKV = reference.quantize(*join_transformed(two), config)
+    expected: QuantizedQKV = reference.quantize(*two.transform(), config)
     assert_close_codes(result, expected)
 
 
@@ -201,7 +201,7 @@ def join_call(call: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments of ``sdpa`` on the same rows, normalized, rotated and joined by PyTorch."""
     first, second = zip(*(call[name] for name in ("query", "key", "value")), strict=True)
     two = parse(first, second, **{name: call.get(name) for name in ("q_norm", "k_norm", "rope", "rope_interleaved")})
-    return dict(zip(("query", "key", "value"), join_transformed(two), strict=True))
+    return dict(zip(("query", "key", "value"), two.transform(), strict=True))
 
 
 @pytest.mark.parametrize("precision", ["fp8", "int8", "int8_fine"])
@@ -406,7 +406,7 @@ def test_a_repeated_call_is_not_parsed_again(gpu: PretendedGpu, monkeypatch: pyt
 
 
 def test_calls_that_no_kernel_reads_are_joined(gpu: PretendedGpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sdpa, "attend_parts", None)
+    monkeypatch.setattr(sdpa, "PARTS", None)
     call = make_call()
     weights = [torch.rand(n, 64) for n in (4, 2)]
     tables = call["rope"][1]
@@ -434,11 +434,11 @@ def test_the_kernel_is_rendered_by_what_parts_have() -> None:
     call = make_call()
     first, second = zip(*(call[x] for x in ("query", "key", "value")), strict=True)
     two = parse(first, second, **{x: call[x] for x in ("q_norm", "k_norm", "rope", "rope_interleaved")})
-    prologue = build_parts_prologue(two)
+    prologue = two.build_prologue()
     config = config_for(64, torch.bfloat16)
     sizes = Sizes(1, 4, 2, 187, 187)
     other = parse(first, second, q_norm=True, k_norm=True, rope=make_tables(187, 64, torch.float32))
-    sources = [qkv.kernel(config, sizes, prologue=x) for x in (prologue, build_parts_prologue(other))]
+    sources = [qkv.kernel(config, sizes, prologue=x) for x in (prologue, other.build_prologue())]
     assert "kOwnTables = true" in sources[0].source
     assert "kOwnTables = false" in sources[1].source
     moved = replace(prologue, second=replace(prologue.second, q_rows=100, kv_rows=100))  # type: ignore[type-var]

@@ -19,7 +19,7 @@ from greenfast.numerics.serving_append import rotate
 from greenfast.ops import autograd, reference, torch_ops
 from greenfast.ops.arguments import check_flag, check_once, parse_length, parse_number
 from greenfast.ops.backward import sdpa_backward
-from greenfast.ops.layout import empty_rows, is_aligned, join_rows
+from greenfast.ops.layout import empty_rows, is_aligned, join_rows, make_tma_compatible
 from greenfast.ops.quantized import build_config, check_choice, check_device, check_tensors, format_value
 from greenfast.ops.symbols import is_known, require
 
@@ -33,6 +33,8 @@ _ARGUMENTS = (
 )
 _TENSORS = 7  # of the arguments, those with gradients: Q, K, V, the weights and the biases
 _OPTIONS = 10  # fields of QKTransform
+
+Tensors = tuple[Tensor | None, ...]
 
 
 class QKTransform(NamedTuple):
@@ -55,7 +57,7 @@ class QKTransform(NamedTuple):
     interleaved: bool
 
     @property
-    def tensors(self) -> tuple[Tensor | None, ...]:
+    def tensors(self) -> Tensors:
         """The weights, the biases and the tables."""
         return self[:6]
 
@@ -407,71 +409,6 @@ def get_table_strides(table: Tensor | None, batch: int) -> tuple[int, int]:
     return (0 if shared else table.stride(0)), table.stride(-2)
 
 
-def _parse_operator(query: Tensor, key: Tensor, value: Tensor, args: Sequence[Any]) -> tuple[QKTransform, Any]:
-    """Return the transform and the other arguments of an operator, checked."""
-    options = QKTransform(*args[:_OPTIONS])
-    _check_operator(query, key, value, *options)
-    return options, args[_OPTIONS:]
-
-
-def _check_operator(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> None:
-    check_tensors(query, key, value)
-    check_transform(query, key, QKTransform(*options))
-
-
-def _quantize_cpu(query: Tensor, key: Tensor, value: Tensor, *args: Any) -> tuple[Tensor, ...]:
-    options, choices = _parse_operator(query, key, value, args)
-    return torch_ops.quantize_cpu(*transform_both(query, key, options), value, *choices)
-
-
-def _quantize_cuda(query: Tensor, key: Tensor, value: Tensor, *args: Any) -> Any:
-    options, choices = _parse_operator(query, key, value, args)
-    cuda, (_, _, values, *_) = torch_ops.load_cuda(), choices
-    if query.numel() == 0 or key.numel() == 0 or values != "block":
-        return cuda.quantize(*transform_both(query, key, options), value, *choices)
-    options = make_readable(options)
-    extras, prologue = options.tensors, build_prologue(options, query.shape[0])
-    return cuda.quantize_block(query, key, value, extras, prologue, *choices)
-
-
-def _quantize_fake(query: Tensor, key: Tensor, value: Tensor, *args: Any) -> tuple[Tensor, ...]:
-    _, choices = _parse_operator(query, key, value, args)
-    return torch_ops.quantize_fake(query, key, value, *choices)
-
-
-def _block_cpu(query: Tensor, key: Tensor, value: Tensor, *args: Any) -> Tensor:
-    options, (precision, causal, scale) = _parse_operator(query, key, value, args)
-    out = empty_rows(query, query.shape[3])
-    if query.numel() == 0 or key.numel() == 0:
-        return out.zero_()
-    config = build_config(query.shape[3], query.dtype, precision)
-    codes = reference.quantize(*transform_both(query, key, options), value, config)
-    return out.copy_(reference.attention(codes, causal, scale)[0])
-
-
-def attend_block(query: Tensor, key: Tensor, value: Tensor, *args: Any) -> Tensor:
-    """``torch.ops.greenfast.block`` of CUDA tensors."""
-    options = QKTransform(*args[:_OPTIONS])
-    check_once(_check_operator, (query, key, value, *options.tensors), options[6:])
-    cuda, choices = torch_ops.load_cuda(), args[_OPTIONS:]
-    if query.numel() == 0 or key.numel() == 0:
-        return empty_rows(query, query.shape[3]).zero_()
-    if not cuda.has_block_scales(query.get_device()):
-        return cuda.sdpa(*transform_both(query, key, options), value, *choices)  # type: ignore[no-any-return]
-    options = make_readable(options)
-    prologue = build_prologue(options, query.shape[0])
-    return cuda.block(query, key, value, options.tensors, prologue, *choices)  # type: ignore[no-any-return]
-
-
-def get_block_plan(query: Tensor, key: Tensor, value: Tensor, *args: Any) -> Any:
-    """Return the launches of ``attend_block`` for such arguments, or None if they needed copies or other kernels."""
-    options = QKTransform(*args[:_OPTIONS])
-    if not _is_readable(options):
-        return None
-    prologue, choices = build_prologue(options, query.shape[0]), args[_OPTIONS:]
-    return torch_ops.load_cuda().get_block_plan(query, key, value, options.tensors, prologue, *choices)
-
-
 def _is_readable(options: QKTransform) -> bool:
     """Return whether the kernel can read the weights, biases and tables."""
     weights_fit = all(x is None or (x.is_contiguous() and is_aligned(x.data_ptr())) for x in options[:4])
@@ -499,9 +436,133 @@ def make_readable(options: QKTransform) -> QKTransform:
     )  # fmt: skip
 
 
-def _block_fake(query: Tensor, key: Tensor, value: Tensor, *args: Any) -> Tensor:
-    _parse_operator(query, key, value, args)
-    return empty_rows(query, query.shape[3])
+class BlockCall(NamedTuple):
+    """Q, K and V (B, H, S, D) of an operator, and norm and RoPE of Q and K."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    options: QKTransform
+
+    @classmethod
+    def parse(cls, args: Sequence[Any]) -> BlockCall:
+        """Return the call of an operator's arguments."""
+        query, key, value, *options = args[: 3 + _OPTIONS]
+        return cls(query, key, value, QKTransform(*options))
+
+    @property
+    def tensors(self) -> Tensors:
+        """The tensors of the operator, in its order."""
+        return (*self[:3], *self.options.tensors)
+
+    @property
+    def query_shape(self) -> tuple[int, ...]:
+        """The shape of Q."""
+        return self.query.shape
+
+    @property
+    def key_shape(self) -> tuple[int, ...]:
+        """The shape of K."""
+        return self.key.shape
+
+    def check(self) -> None:
+        """Raise TypeError or ValueError for tensors that do not fit together."""
+        check_tensors(self.query, self.key, self.value)
+        check_transform(self.query, self.key, self.options)
+
+    def transform(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Normalize and rotate by PyTorch."""
+        return (*transform_both(self.query, self.key, self.options), self.value)
+
+    def make_readable(self) -> BlockCall:
+        """Return the call, with copies of tensors that the kernel cannot read in place."""
+        query, key, value = (make_tma_compatible(x) for x in self[:3])
+        return BlockCall(query, key, value, make_readable(self.options))
+
+    def build_prologue(self) -> Prologue:
+        """Describe norm and RoPE for the quantizer's kernel, which can read all tensors."""
+        return build_prologue(self.options, self.query.shape[0])
+
+    def allocate(self) -> Tensor:
+        """Return an uninitialized output."""
+        return empty_rows(self.query, self.query.shape[3])
+
+
+class BlockOperators:
+    """Implementations of the operators that quantize, and that attend to, calls of one class.
+
+    kind: ``BlockCall`` or ``parts.TwoParts``. tensors, options: the number of an operator's tensors, and of the
+    arguments after them that belong to the call. The others are the choices of ``quantize``, or precision, causal and
+    scale.
+    """
+
+    def __init__(self, kind: Any, tensors: int, options: int) -> None:
+        self._kind, self._tensors, self._count = kind, tensors, tensors + options
+
+    def _check(self, *args: Any) -> None:
+        self._kind.parse(args).check()
+
+    def _parse(self, args: Sequence[Any]) -> tuple[Any, Any]:
+        """Return the checked call, and the other arguments."""
+        call = self._kind.parse(args)
+        call.check()
+        return call, args[self._count :]
+
+    def quantize_cpu(self, *args: Any) -> tuple[Tensor, ...]:
+        """Quantize CPU tensors."""
+        call, choices = self._parse(args)
+        return torch_ops.quantize_cpu(*call.transform(), *choices)
+
+    def quantize_cuda(self, *args: Any) -> Any:
+        """Quantize CUDA tensors."""
+        call, choices = self._parse(args)
+        cuda, (_, _, values, *_) = torch_ops.load_cuda(), choices
+        if is_empty(call) or values != "block":
+            return cuda.quantize(*call.transform(), *choices)
+        call = call.make_readable()
+        return cuda.quantize_block(call.tensors, call.build_prologue(), *choices)
+
+    def quantize_fake(self, *args: Any) -> tuple[Tensor, ...]:
+        """Return codes without numbers."""
+        call, choices = self._parse(args)
+        query, key = (call.tensors[0].new_empty(shape) for shape in (call.query_shape, call.key_shape))
+        return torch_ops.quantize_fake(query, key, key, *choices)
+
+    def attend_cpu(self, *args: Any) -> Tensor:
+        """Compute attention of CPU tensors."""
+        call, (precision, causal, scale) = self._parse(args)
+        out: Tensor = call.allocate()
+        if is_empty(call):
+            return out.zero_()
+        config = build_config(call.query_shape[3], out.dtype, precision)
+        query, key, value = call.transform()
+        return out.copy_(reference.attention(reference.quantize(query, key, value, config), causal, scale)[0])
+
+    def attend_cuda(self, *args: Any) -> Tensor:
+        """Compute attention of CUDA tensors."""
+        return self.attend(*args)[0]
+
+    def attend(self, *args: Any) -> tuple[Tensor, Any]:
+        """Compute attention of CUDA tensors. Return also the plan of its launches, or None if it needed more."""
+        check_once(self._check, args[: self._tensors], args[self._tensors : self._count])
+        call, choices, cuda = self._kind.parse(args), args[self._count :], torch_ops.load_cuda()
+        if is_empty(call):
+            return call.allocate().zero_(), None
+        if not cuda.has_block_scales(call.tensors[0].get_device()):
+            return cuda.sdpa(*call.transform(), *choices), None
+        tensors = (readable := call.make_readable()).tensors
+        out, plan = cuda.block(tensors, readable.build_prologue(), *choices)
+        return out, plan if all([x is y for x, y in zip(tensors, args, strict=False)]) else None
+
+    def attend_fake(self, *args: Any) -> Tensor:
+        """Return an output without numbers."""
+        call, _ = self._parse(args)
+        return call.allocate()  # type: ignore[no-any-return]
+
+
+def is_empty(call: Any) -> bool:
+    """Return whether a call has no queries or no keys."""
+    return not (math.prod(call.query_shape) and math.prod(call.key_shape))
 
 
 def _backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *args: Any) -> tuple[Tensor, ...]:
@@ -525,16 +586,20 @@ _CHOICES = "str precision, bool blocks, str values, bool key_mean, bool rotate"
 _ATTENTION = "str precision, int causal, float scale"
 _SEVEN = f"({', '.join(['Tensor'] * 7)})"
 _REFUSED = "greenfast.quantize: no gradient flows to codes; greenfast.attention_block has gradients"
+BLOCKS = BlockOperators(BlockCall, 9, 4)
 for _name, _schema, _cpu, _cuda, _fake, _refusal in (
     (
-        "quantize_block", f"({_ARGUMENTS}, {_CHOICES}) -> {_SEVEN}", _quantize_cpu, _quantize_cuda, _quantize_fake,
-        _REFUSED,
+        "quantize_block", f"({_ARGUMENTS}, {_CHOICES}) -> {_SEVEN}",
+        BLOCKS.quantize_cpu, BLOCKS.quantize_cuda, BLOCKS.quantize_fake, _REFUSED,
     ),
     (
         "block_backward", f"(Tensor grad, {_ARGUMENTS}, {_ATTENTION}) -> {_SEVEN}",
         _backward, _backward, _backward_fake, "greenfast.attention_block: its gradients are not differentiable",
     ),
-    ("block", f"({_ARGUMENTS}, {_ATTENTION}) -> Tensor", _block_cpu, attend_block, _block_fake, None),
+    (
+        "block", f"({_ARGUMENTS}, {_ATTENTION}) -> Tensor", BLOCKS.attend_cpu, BLOCKS.attend_cuda, BLOCKS.attend_fake,
+        None,
+    ),
 ):  # fmt: skip
     torch_ops.define_operator(_name, _schema, _cpu, _cuda, _fake)
     autograd.register(

@@ -187,69 +187,34 @@ def get_buffer_dtype(name: str) -> torch.dtype:
     return torch.uint8 if name.endswith("codes") else torch.float32
 
 
-def quantize(
-    query: Tensor, key: Tensor, value: Tensor, precision: str, blocks: bool, values: str, key_mean: bool, rotate: bool,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    """``torch.ops.greenfast.quantize`` of CUDA tensors."""
-    return _quantize(query, key, value, None, (precision, blocks, values, key_mean, rotate))
-
-
-def quantize_block(
-    query: Tensor, key: Tensor, value: Tensor, extras: Extras, prologue: qkv.Prologue, *choices: Any
-) -> tuple[Tensor, ...]:
-    """``torch.ops.greenfast.quantize_block`` of CUDA tensors that are not empty, with scales of blocks.
-
-    extras: weights and biases of norms, cos and sin, or None. The tensors are checked. choices: as for ``quantize``.
-    """
-    return _quantize(query, key, value, prologue, choices, extras)
-
-
-def _quantize(
-    query: Tensor, key: Tensor, value: Tensor, prologue: qkv.Prologue | None, choices: tuple[Any, ...],
-    extras: Extras = (),
-) -> tuple[Tensor, ...]:  # fmt: skip
-    """choices: the arguments of ``quantize`` after the tensors. extras: as for ``quantize_block``."""
+def quantize(query: Tensor, key: Tensor, value: Tensor, *choices: Any) -> tuple[Tensor, ...]:
+    """``torch.ops.greenfast.quantize`` of CUDA tensors. choices: its arguments after the tensors."""
     check_tensors(query, key, value)
-    choices = (query.shape[3], query.dtype, *choices)
-    config = _build_config(*choices)
+    config = _build_config(query.shape[3], query.dtype, *choices)
     if query.numel() == 0 or key.numel() == 0 or config.value_scales != "block":
         return reference.quantize(query, key, value, config).tensors()
-    device = query.get_device()
-    query, key, value = make_tma_compatible(query), make_tma_compatible(key), make_tma_compatible(value)
-    shapes = get_quantized_shapes(query.shape, key.shape, config)
+    compatible = make_tma_compatible(query), make_tma_compatible(key), make_tma_compatible(value)
+    return quantize_block(compatible, None, *choices)
+
+
+def quantize_block(tensors: Extras, prologue: qkv.Prologue | None, *choices: Any) -> tuple[Tensor, ...]:
+    """``torch.ops.greenfast.quantize_block`` and ``quantize_parts`` of CUDA tensors, with scales of blocks.
+
+    tensors: of the operator, in its order. They are checked and not empty, and kernels can read them. choices: as for
+    ``quantize``.
+    """
+    query, key, value = _get_first_part(tensors)
+    device, choices = query.get_device(), (query.shape[3], query.dtype, *choices)
+    config = _build_config(*choices)
+    shapes = get_quantized_shapes(*_get_joined_shapes(query, key, prologue), config)
     buffers = {name: query.new_empty(shape, dtype=get_buffer_dtype(name)) for name, shape in shapes.items()}
-    inputs: tuple[Tensor, ...] = (query, key, value)
-    plan_key: tuple[Any, ...] = (choices, device, *(x.shape for x in inputs), *(x.stride() for x in inputs))
-    if prologue is not None:
-        inputs += tuple(x for x in extras if x is not None)
-        plan_key = (*plan_key, prologue)
+    plan_key = _make_plan_key("quantize", False, *tensors, prologue, *choices)
     plan = _PLANS.get(plan_key)
     if plan is None:
         names = ("q", "k", "v", *(() if prologue is None else prologue.buffers()), *buffers)
         steps = build_quantize_steps(query, key, value, config, prologue)
         work, size = lay_out_workspace(_get_norm_bytes(query, key, prologue))
         plan = put_bounded(_PLANS, plan_key, LaunchPlan(device, steps, names, work, size), _MAX_PLANS)
-    plan.launch([x.data_ptr() for x in (*inputs, *buffers.values())])
-    return tuple(buffers.values())
-
-
-def quantize_parts(tensors: Extras, prologue: qkv.Prologue, *choices: Any) -> tuple[Tensor, ...]:
-    """``torch.ops.greenfast.quantize_parts`` of CUDA tensors that kernels read, with scales of blocks.
-
-    tensors: of the operator, in its order. choices: as for ``quantize``.
-    """
-    query, key, value = _get_first_part(tensors)
-    device, choices = query.get_device(), (query.shape[3], query.dtype, *choices)
-    config = _build_config(*choices)
-    query_shape, key_shape = _get_joined_shapes(query, key, prologue)
-    shapes = get_quantized_shapes(query_shape, key_shape, config)
-    buffers = {name: query.new_empty(shape, dtype=get_buffer_dtype(name)) for name, shape in shapes.items()}
-    plan_key = _make_plan_key("quantize_parts", False, *tensors, prologue, *choices)
-    plan = _PLANS.get(plan_key)
-    if plan is None:
-        step = build_quantize_step(query, key, value, config, prologue)
-        names = ("q", "k", "v", *prologue.buffers(), *buffers)
-        plan = put_bounded(_PLANS, plan_key, LaunchPlan(device, (step,), names), _MAX_PLANS)
     plan.launch([x.data_ptr() for x in (*(x for x in tensors if x is not None), *buffers.values())])
     return tuple(buffers.values())
 
@@ -261,7 +226,7 @@ def _get_first_part(tensors: Extras) -> tuple[Tensor, Tensor, Tensor]:
     return query, key, value
 
 
-def _get_joined_shapes(query: Tensor, key: Tensor, prologue: qkv.Prologue) -> tuple[Shape, Shape]:
+def _get_joined_shapes(query: Tensor, key: Tensor, prologue: qkv.Prologue | None) -> tuple[Shape, Shape]:
     """Return the shapes of Q and K of a whole sequence. query, key: of its first part."""
     sizes = _get_joined_sizes(query, key, prologue)
     rows = (query, sizes.q_len), (key, sizes.kv_len)
@@ -424,51 +389,21 @@ def has_block_scales(device: int) -> bool:
 
 
 def block(
-    query: Tensor, key: Tensor, value: Tensor, extras: Extras, prologue: qkv.Prologue, precision: str, causal: int,
-    scale: float,
-) -> Tensor:  # fmt: skip
-    """``torch.ops.greenfast.block`` of CUDA tensors that are not empty, on a GPU with scales of blocks.
+    tensors: Extras, prologue: qkv.Prologue, precision: str, causal: int, scale: float
+) -> tuple[Tensor, LaunchPlan]:
+    """``torch.ops.greenfast.block`` and ``block_parts`` of CUDA tensors, on a GPU with scales of blocks.
 
-    extras: as for ``quantize_block``. The tensors are checked.
-    """
-    compatible = make_tma_compatible(query), make_tma_compatible(key), make_tma_compatible(value)
-    options = (precision, causal, scale)
-    plan_key = _make_plan_key("block", False, *compatible, *extras, prologue, *options)
-    plan = _PLANS.get(plan_key)
-    if plan is None:
-        config = build_sdpa_config(get_target(query.get_device()), query.shape[3], query.dtype, precision, causal)
-        plan = put_bounded(_PLANS, plan_key, _build_block_plan(*compatible, config, prologue, scale), _MAX_PLANS)
-    out = query.new_empty_strided(query.shape, plan.out_strides)
-    plan.launch([x.data_ptr() for x in (*compatible, *(x for x in extras if x is not None), out)])
-    return out
-
-
-def get_block_plan(
-    query: Tensor, key: Tensor, value: Tensor, extras: Extras, prologue: qkv.Prologue, *options: Any
-) -> LaunchPlan | None:
-    """Return the plan of ``block`` for such arguments, or None if their launch needed copies."""
-    return _PLANS.get(_make_plan_key("block", False, query, key, value, *extras, prologue, *options))
-
-
-def block_parts(tensors: Extras, prologue: qkv.Prologue, precision: str, causal: int, scale: float) -> Tensor:
-    """``torch.ops.greenfast.block_parts`` of CUDA tensors that kernels read, on a GPU with scales of blocks.
-
-    tensors: of the operator, in its order.
+    tensors: as for ``quantize_block``. Returns the plan of the launches too.
     """
     query, key, value = _get_first_part(tensors)
-    plan_key = _make_plan_key("block_parts", False, *tensors, prologue, precision, causal, scale)
+    plan_key = _make_plan_key("block", False, *tensors, prologue, precision, causal, scale)
     plan = _PLANS.get(plan_key)
     if plan is None:
         config = build_sdpa_config(get_target(query.get_device()), query.shape[3], query.dtype, precision, causal)
         plan = put_bounded(_PLANS, plan_key, _build_block_plan(query, key, value, config, prologue, scale), _MAX_PLANS)
     out = query.new_empty_strided(_get_joined_shapes(query, key, prologue)[0], plan.out_strides)
     plan.launch([x.data_ptr() for x in (*(x for x in tensors if x is not None), out)])
-    return out
-
-
-def get_parts_plan(tensors: Extras, prologue: qkv.Prologue, *options: Any) -> LaunchPlan | None:
-    """Return the plan of ``block_parts`` for such arguments, or None if there is none."""
-    return _PLANS.get(_make_plan_key("block_parts", False, *tensors, prologue, *options))
+    return out, plan
 
 
 def _build_block_plan(

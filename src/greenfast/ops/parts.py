@@ -16,11 +16,13 @@ from torch import Tensor
 from torch.utils import flop_counter
 
 from greenfast.kernels.quantize.qkv import Prologue, SecondPart
-from greenfast.ops import autograd, reference, torch_ops
-from greenfast.ops.arguments import check_flag, check_once, parse_length, parse_number
+from greenfast.ops import autograd, torch_ops
+from greenfast.ops.arguments import check_flag, parse_length, parse_number
 from greenfast.ops.block import (
+    BlockOperators,
     QKTransform,
     RowArguments,
+    Tensors,
     build_prologue,
     check_transform,
     get_table_strides,
@@ -28,14 +30,12 @@ from greenfast.ops.block import (
     transform,
 )
 from greenfast.ops.layout import empty_joined, join_rows, make_tma_compatible
-from greenfast.ops.quantized import build_config, check_tensors
+from greenfast.ops.quantized import check_tensors
 from greenfast.ops.symbols import is_known
 
 _PART = 7  # tensors of a part
 _TENSORS = 2 * _PART
 _OPTIONS = 5  # arguments of TwoParts after the tensors
-
-Tensors = tuple[Tensor | None, ...]
 
 
 class SequencePart(NamedTuple):
@@ -83,24 +83,86 @@ class TwoParts(NamedTuple):
         """The shape of the joined key."""
         return _join_shapes(self.first.key, self.second.key)
 
+    @classmethod
+    def parse(cls, args: Sequence[Any]) -> TwoParts:
+        """Return the parts of an operator's arguments."""
+        first, second = SequencePart(*args[:_PART]), SequencePart(*args[_PART:_TENSORS])
+        return cls(first, second, *args[_TENSORS : _TENSORS + _OPTIONS])
+
     @property
-    def is_empty(self) -> bool:
-        """Whether the sequence has no queries or no keys."""
-        return not (math.prod(self.query_shape) and math.prod(self.key_shape))
+    def tensors(self) -> Tensors:
+        """The tensors of the operators, in their order."""
+        return (*self.first, *self.second)
 
     def flatten(self) -> tuple[Any, ...]:
         """Return the arguments of the operators."""
-        return (*self.first, *self.second, *self[2:])
+        return (*self.tensors, *self[2:])
+
+    def check(self) -> None:
+        """Raise TypeError or ValueError for parts that do not fit together, and for wrong weights and tables."""
+        for part in self.both:
+            check_tensors(part.query, part.key, part.value)
+        mismatch = _find_mismatch(self)
+        if mismatch:
+            raise ValueError(mismatch)
+        for part in self.both:
+            own = self.own_tables and part.cos is not None
+            cos, sin = (part.cos, part.sin) if own else (None, None)
+            options = _build_options(self, part, cos, sin)
+            check_transform(part.query, part.key, options if own else options._replace(rope_dim=0))
+        if not self.own_tables:
+            one = self.first.query.new_empty(1, 1, 1, 1)
+            query, key = one.expand(self.query_shape), one.expand(self.key_shape)
+            tables = (self.first.cos, self.first.sin)
+            check_transform(
+                query, key, QKTransform(None, None, None, None, *tables, "", 0.0, self.rope_dim, self.interleaved)
+            )
+
+    def transform_query(self) -> list[Tensor]:
+        """Normalize and rotate the query of each part by PyTorch."""
+        both = zip(self.both, get_options(self), strict=True)
+        return [transform(part.query, part.q_norm, None, options) for part, options in both]
+
+    def transform(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Normalize and rotate each part by PyTorch, and join them."""
+        both = zip(self.both, get_options(self), strict=True)
+        key = [transform(part.key, part.k_norm, None, options) for part, options in both]
+        return join_rows(self.transform_query()), join_rows(key), join_rows([part.value for part in self.both])
+
+    def make_readable(self) -> TwoParts:
+        """Return the parts, with copies of tensors that the kernel cannot read in place."""
+
+        def make(part: SequencePart) -> SequencePart:
+            options = make_readable(_build_options(self, part, part.cos, part.sin))
+            query, key, value = (make_tma_compatible(x) for x in part[:3])
+            return SequencePart(query, key, value, options.q_norm, options.k_norm, options.cos, options.sin)
+
+        return self._replace(first=make(self.first), second=make(self.second))
+
+    def build_prologue(self) -> Prologue:
+        """Describe parts, norm and RoPE for the quantizer's kernel, which can read all tensors."""
+        first, second = self.both
+        rotated = first if first.cos is not None else second
+        batch = first.query.shape[0]
+        return replace(
+            build_prologue(_build_options(self, first, rotated.cos, rotated.sin), batch),
+            table_strides=get_table_strides(first.cos, batch),
+            second=SecondPart(
+                q_rows=second.query.shape[2],
+                kv_rows=second.key.shape[2],
+                strides=tuple(x.stride()[:3] for x in second[:3]),
+                has_tables=(first.cos is not None, second.cos is not None) if self.own_tables else None,
+                table_strides=get_table_strides(second.cos, batch),
+            ),
+        )
+
+    def allocate(self) -> Tensor:
+        """Return an uninitialized output of the sequence."""
+        return empty_joined(self.first.query, self.query_shape[2])
 
 
 def _join_shapes(first: Tensor, second: Tensor) -> tuple[int, ...]:
     return (*first.shape[:2], first.shape[2] + second.shape[2], first.shape[3])
-
-
-def _unflatten(args: Sequence[Any]) -> TwoParts:
-    return TwoParts(
-        SequencePart(*args[:_PART]), SequencePart(*args[_PART:_TENSORS]), *args[_TENSORS : _TENSORS + _OPTIONS]
-    )
 
 
 def list_tensors(args: RowArguments) -> tuple[Any, ...] | None:
@@ -168,10 +230,10 @@ def parse_parts(args: RowArguments) -> TwoParts | None:
     if has_tables:
         width = listed[0].shape[3] if args.rope_dim is None else parse_length("rope_dim", args.rope_dim)
     norm = "" if listed[3] is None else "rms"
-    parts = _unflatten([*tensors, norm, eps, width, args.rope_interleaved, listed[_TENSORS]])
+    parts = TwoParts.parse([*tensors, norm, eps, width, args.rope_interleaved, listed[_TENSORS]])
     if _find_mismatch(parts):
         return None
-    check_parts(parts)
+    parts.check()
     return parts
 
 
@@ -205,34 +267,9 @@ def _find_mismatch(parts: TwoParts) -> str:
     return ""
 
 
-def check_parts(parts: TwoParts) -> None:
-    """Raise TypeError or ValueError for parts that do not fit together, and for wrong weights and tables."""
-    for part in parts.both:
-        check_tensors(part.query, part.key, part.value)
-    mismatch = _find_mismatch(parts)
-    if mismatch:
-        raise ValueError(mismatch)
-    for part in parts.both:
-        own = parts.own_tables and part.cos is not None
-        cos, sin = (part.cos, part.sin) if own else (None, None)
-        options = _build_options(parts, part, cos, sin)
-        check_transform(part.query, part.key, options if own else options._replace(rope_dim=0))
-    if not parts.own_tables:
-        one = parts.first.query.new_empty(1, 1, 1, 1)
-        query, key = one.expand(parts.query_shape), one.expand(parts.key_shape)
-        tables = (parts.first.cos, parts.first.sin)
-        check_transform(
-            query, key, QKTransform(None, None, None, None, *tables, "", 0.0, parts.rope_dim, parts.interleaved)
-        )
-
-
 def _build_options(parts: TwoParts, part: SequencePart, cos: Tensor | None, sin: Tensor | None) -> QKTransform:
     """Return norm and RoPE of a part with these tables."""
     return QKTransform(part.q_norm, part.k_norm, None, None, cos, sin, *parts[2:6])
-
-
-def _check_flat(*args: Any) -> None:
-    check_parts(_unflatten(args))
 
 
 def get_options(parts: TwoParts) -> tuple[QKTransform, QKTransform]:
@@ -256,115 +293,6 @@ def _make_angles_of_0(like: Tensor, rows: int) -> tuple[Tensor, Tensor]:
     return cos, torch.zeros_like(cos)
 
 
-def transform_query(parts: TwoParts) -> list[Tensor]:
-    """Normalize and rotate the query of each part by PyTorch."""
-    both = zip(parts.both, get_options(parts), strict=True)
-    return [transform(part.query, part.q_norm, None, options) for part, options in both]
-
-
-def join_transformed(parts: TwoParts) -> tuple[Tensor, Tensor, Tensor]:
-    """Normalize and rotate each part by PyTorch, and join them."""
-    both = zip(parts.both, get_options(parts), strict=True)
-    key = [transform(part.key, part.k_norm, None, options) for part, options in both]
-    return join_rows(transform_query(parts)), join_rows(key), join_rows([part.value for part in parts.both])
-
-
-def _make_readable(parts: TwoParts) -> TwoParts:
-    """Return the parts, with copies of tensors that the kernel cannot read in place; the same object without copies."""
-
-    def make(part: SequencePart) -> SequencePart:
-        options = make_readable(_build_options(parts, part, part.cos, part.sin))
-        query, key, value = (make_tma_compatible(x) for x in part[:3])
-        return SequencePart(query, key, value, options.q_norm, options.k_norm, options.cos, options.sin)
-
-    made = [make(part) for part in parts.both]
-    pairs = [(x, y) for part, copy in zip(parts.both, made, strict=True) for x, y in zip(part, copy, strict=True)]
-    return parts if all(x is y for x, y in pairs) else parts._replace(first=made[0], second=made[1])
-
-
-def build_parts_prologue(parts: TwoParts) -> Prologue:
-    """Describe parts, norm and RoPE for the quantizer's kernel. The kernel can read all tensors."""
-    first, second = parts.both
-    rotated = first if first.cos is not None else second
-    options = _build_options(parts, first, rotated.cos, rotated.sin)
-    batch = first.query.shape[0]
-    return replace(
-        build_prologue(options, batch),
-        table_strides=get_table_strides(first.cos, batch),
-        second=SecondPart(
-            q_rows=second.query.shape[2],
-            kv_rows=second.key.shape[2],
-            strides=tuple(x.stride()[:3] for x in second[:3]),
-            has_tables=(first.cos is not None, second.cos is not None) if parts.own_tables else None,
-            table_strides=get_table_strides(second.cos, batch),
-        ),
-    )
-
-
-def _quantize_cpu(*args: Any) -> tuple[Tensor, ...]:
-    parts, choices = _unflatten(args), args[_TENSORS + _OPTIONS :]
-    check_parts(parts)
-    return torch_ops.quantize_cpu(*join_transformed(parts), *choices)
-
-
-def _quantize_cuda(*args: Any) -> Any:
-    parts, choices = _unflatten(args), args[_TENSORS + _OPTIONS :]
-    check_parts(parts)
-    cuda, (_, _, values, *_) = torch_ops.load_cuda(), choices
-    if parts.is_empty or values != "block":
-        return cuda.quantize(*join_transformed(parts), *choices)
-    parts = _make_readable(parts)
-    return cuda.quantize_parts(parts.flatten()[:_TENSORS], build_parts_prologue(parts), *choices)
-
-
-def _quantize_fake(*args: Any) -> tuple[Tensor, ...]:
-    parts, choices = _unflatten(args), args[_TENSORS + _OPTIONS :]
-    check_parts(parts)
-    first = parts.first
-    query, key = first.query.new_empty(parts.query_shape), first.key.new_empty(parts.key_shape)
-    return torch_ops.quantize_fake(query, key, key, *choices)
-
-
-def _block_cpu(*args: Any) -> Tensor:
-    parts, (precision, causal, scale) = _unflatten(args), args[_TENSORS + _OPTIONS :]
-    check_parts(parts)
-    query = parts.first.query
-    out = empty_joined(query, parts.query_shape[2])
-    if parts.is_empty:
-        return out.zero_()
-    config = build_config(query.shape[3], query.dtype, precision)
-    codes = reference.quantize(*join_transformed(parts), config)
-    return out.copy_(reference.attention(codes, causal, scale)[0])
-
-
-def attend_parts(*args: Any) -> Tensor:
-    """``torch.ops.greenfast.block_parts`` of CUDA tensors."""
-    check_once(_check_flat, args[:_TENSORS], args[_TENSORS : _TENSORS + _OPTIONS])
-    parts, choices, cuda = _unflatten(args), args[_TENSORS + _OPTIONS :], torch_ops.load_cuda()
-    if parts.is_empty:
-        return empty_joined(parts.first.query, parts.query_shape[2]).zero_()
-    if not cuda.has_block_scales(parts.first.query.get_device()):
-        return cuda.sdpa(*join_transformed(parts), *choices)  # type: ignore[no-any-return]
-    parts = _make_readable(parts)
-    prologue = build_parts_prologue(parts)
-    return cuda.block_parts(parts.flatten()[:_TENSORS], prologue, *choices)  # type: ignore[no-any-return]
-
-
-def get_parts_plan(*args: Any) -> Any:
-    """Return the launches of ``attend_parts`` for such arguments, or None if they needed copies or other kernels."""
-    parts = _unflatten(args)
-    if _make_readable(parts) is not parts:
-        return None
-    prologue = build_parts_prologue(parts)
-    return torch_ops.load_cuda().get_parts_plan(args[:_TENSORS], prologue, *args[_TENSORS + _OPTIONS :])
-
-
-def _block_fake(*args: Any) -> Tensor:
-    parts = _unflatten(args)
-    check_parts(parts)
-    return empty_joined(parts.first.query, parts.query_shape[2])
-
-
 def _format_part(prefix: str) -> str:
     inputs = ", ".join(f"Tensor {prefix}{name}" for name in SequencePart._fields[:3])
     return f"{inputs}, {', '.join(f'Tensor? {prefix}{name}' for name in SequencePart._fields[3:])}"
@@ -374,17 +302,18 @@ _ARGUMENTS = (
     f"{_format_part('')}, {_format_part('second_')}, str norm, float norm_eps, int rope_dim, bool rope_interleaved, "
     "bool own_tables"
 )
+PARTS = BlockOperators(TwoParts, _TENSORS, _OPTIONS)
 for _name, _schema, _cpu, _cuda, _fake, _refusal in (
     (
         "quantize_parts",
         f"({_ARGUMENTS}, str precision, bool blocks, str values, bool key_mean, bool rotate) -> "
         f"({', '.join(['Tensor'] * 7)})",
-        _quantize_cpu, _quantize_cuda, _quantize_fake,
+        PARTS.quantize_cpu, PARTS.quantize_cuda, PARTS.quantize_fake,
         "greenfast.quantize: no gradient flows to codes; greenfast.attention_block has gradients",
     ),
     (
         "block_parts", f"({_ARGUMENTS}, str precision, int causal, float scale) -> Tensor",
-        _block_cpu, attend_parts, _block_fake,
+        PARTS.attend_cpu, PARTS.attend_cuda, PARTS.attend_fake,
         "greenfast.block_parts: it has no gradient; greenfast.attention_block has",
     ),
 ):  # fmt: skip
@@ -394,7 +323,7 @@ for _name, _schema, _cpu, _cuda, _fake, _refusal in (
 
 @flop_counter.register_flop_formula(torch.ops.greenfast.block_parts, get_raw=True)
 def _count_flops(*args: Any, **kwargs: Any) -> int:
-    parts = _unflatten(args)
+    parts = TwoParts.parse(args)
     return torch_ops.count_flops(2, parts.query_shape, parts.key_shape[2])
 
 

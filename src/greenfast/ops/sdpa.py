@@ -17,11 +17,11 @@ from greenfast.ops import reference, torch_ops
 from greenfast.ops.arguments import check_cast_dtype, check_flag, has_key_mean, parse_causal, parse_dropout, parse_scale
 from greenfast.ops.block import (
     BLOCK,
+    BLOCKS,
     QUANTIZE_BLOCK,
     Norm,
     RowArguments,
-    attend_block,
-    get_block_plan,
+    is_empty,
     join_parts,
     parse_transform,
     transform,
@@ -59,13 +59,11 @@ from greenfast.ops.masked import (
 )
 from greenfast.ops.parts import (
     BLOCK_PARTS,
+    PARTS,
     QUANTIZE_PARTS,
     TwoParts,
-    attend_parts,
-    get_parts_plan,
     list_tensors,
     parse_parts,
-    transform_query,
 )
 from greenfast.ops.quantized import (
     BACKWARDS,
@@ -599,7 +597,7 @@ def _quantize_parts(parts: TwoParts, choices: tuple[Any, ...], log_sum_exp: bool
     _, _, _, key_mean, rotate = choices
     mean_scores = None
     if log_sum_exp and key_mean:
-        each = [torch_ops.MEAN_SCORES(query, tensors[-1], rotate) for query in transform_query(parts)]
+        each = [torch_ops.MEAN_SCORES(query, tensors[-1], rotate) for query in parts.transform_query()]
         mean_scores = torch.cat(each, 2)
     return _build_quantized(tensors, choices, parts.first.query, parts.key_shape[2], mean_scores)
 
@@ -770,8 +768,7 @@ def attention_block(
         )  # fmt: skip
     args = (query, key, value, *options, precision, causal, factor)
     if torch_ops.can_skip_dispatcher(query, key, value, *[x for x in options[:4] if x is not None]):
-        out = attend_block(*args)
-        plan = get_block_plan(*args)
+        out, plan = BLOCKS.attend(*args)
         if repeats and plan is not None:
             BLOCK_CACHE.put(request, CachedLaunch(plan, build_allocator(query, query.dtype, plan.out_strides), 9))
         return out
@@ -812,7 +809,7 @@ def _attend_two_parts(
     check_choice("precision", precision, PRECISIONS)
     causal = parse_causal(is_causal, alignment)
     parts = parse_parts(row)
-    if parts is None or parts.is_empty:
+    if parts is None or is_empty(parts):
         return None
     query_shape, key_shape = parts.query_shape, parts.key_shape
     factor = parse_scale(scale, query_shape[3])
@@ -826,8 +823,7 @@ def _attend_two_parts(
     args = (*parts.flatten(), precision, causal, factor)
     if not torch_ops.can_skip_dispatcher(*[x for x in listed if isinstance(x, Tensor)]):
         return BLOCK_PARTS(*args)  # type: ignore[no-any-return]
-    out = attend_parts(*args)
-    plan = get_parts_plan(*args)
+    out, plan = PARTS.attend(*args)
     if plan is not None:
         allocate = partial(Tensor.new_empty_strided, size=out.shape, stride=plan.out_strides)
         PARTS_CACHE.put(request, CachedLaunch(plan, allocate, 14))
