@@ -56,7 +56,7 @@ from greenfast.spec.kernel import Choice, KernelSource, Launch
 
 _MAX_PLANS = 4096
 _PLANS: dict[tuple[Any, ...], LaunchPlan] = {}
-_ATTENTION_BUFFERS = ("q_codes", "k_codes", "v_codes", "q_scale", "k_scale", "v_scale", "out", "lse")
+ATTENTION_BUFFERS = ("q_codes", "k_codes", "v_codes", "q_scale", "k_scale", "v_scale", "out", "lse")
 
 _build_config = lru_cache(maxsize=1024)(build_config)  # eager calls repeat their options
 
@@ -270,7 +270,7 @@ def _attention(
         config = replace(config, mask=Mask(causal), log_sum_exp=lse)
         sizes, rows = get_sizes(shape, (*key.shape[:2], key_length)), Strides(out=out.stride()[:3])
         step = build_attention_step(config, sizes, scale, get_target(device), rows)
-        plan = put_bounded(_PLANS, plan_key, LaunchPlan(device, (step,), _ATTENTION_BUFFERS), _MAX_PLANS)
+        plan = put_bounded(_PLANS, plan_key, LaunchPlan(device, (step,), ATTENTION_BUFFERS), _MAX_PLANS)
     codes = query.data_ptr(), key.data_ptr(), value.data_ptr()
     if not is_aligned(codes[0] | codes[1] | codes[2]):
         return _attention(
@@ -675,7 +675,7 @@ def _build_codes_plan(
         "bits": config.listed,
     }  # fmt: skip
     names = (
-        *_ATTENTION_BUFFERS[:6], *(name for name, has in given.items() if has), "out",
+        *ATTENTION_BUFFERS[:6], *(name for name, has in given.items() if has), "out",
         *(("lse",) if config.log_sum_exp else ()),
     )  # fmt: skip
     return LaunchPlan(device, steps, names, work, size, config.head_dim)

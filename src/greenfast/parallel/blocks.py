@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import math
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -70,18 +71,14 @@ def attend(
 def slice_codes(queries: QuantizedQKV, keys: QuantizedKV, count: int) -> QuantizedQKV:
     """Combine quantized queries with the codes of the first ``count`` keys."""
     blocks = -(-count // ROW_BLOCK)
-    return QuantizedQKV(
-        query=queries.query,
+    return replace(
+        queries,
         key=keys.key[:, :, :count].contiguous(),
         value=keys.value[..., : padded_keys(count)].contiguous(),
-        query_scale=queries.query_scale,
         key_scale=keys.key_scale[:, :, :blocks].contiguous(),
         value_scale=keys.value_scale[:, :, :blocks].contiguous(),
         key_mean=None,
-        precision=queries.precision,
-        head_dim=queries.head_dim,
         key_length=count,
-        dtype=queries.dtype,
     )
 
 

@@ -81,19 +81,8 @@ def quantize(query: Tensor, key: Tensor, value: Tensor, samples: Tensor, precisi
     shapes = cuda.get_quantized_shapes(query.shape, key.shape, config)
     outputs = {name: query.new_empty(shape, dtype=cuda.get_buffer_dtype(name)) for name, shape in shapes.items()}
     _launch_quantizer(config, query, key, value, {**outputs, "samples": samples})
-    return QuantizedQKV(
-        query=outputs["q_codes"],
-        key=outputs["k_codes"],
-        value=outputs["v_codes"],
-        query_scale=outputs["q_scale"],
-        key_scale=outputs["k_scale"],
-        value_scale=outputs["v_scale"],
-        key_mean=outputs["k_mean"],
-        precision=precision,
-        head_dim=query.shape[3],
-        key_length=key.shape[2],
-        dtype=query.dtype,
-    )
+    q, k, v, q_scale, k_scale, v_scale, mean = outputs.values()
+    return QuantizedQKV(q, k, v, q_scale, k_scale, v_scale, mean, precision, query.shape[3], key.shape[2], query.dtype)
 
 
 def attend(
@@ -130,16 +119,7 @@ def attend_codes(codes: QuantizedQKV, causal: int, scale: float, with_lse: bool)
     batch, heads, length, _ = codes.query.shape
     out = torch.empty((batch, heads, length, codes.head_dim), dtype=codes.dtype, device=codes.device)
     lse = codes.query_scale.new_empty((batch, heads, length) if with_lse else (0,))
-    buffers = {
-        "q_codes": codes.query,
-        "k_codes": codes.key,
-        "v_codes": codes.value,
-        "q_scale": codes.query_scale,
-        "k_scale": codes.key_scale,
-        "v_scale": codes.value_scale,
-        "out": out,
-        "lse": lse,
-    }
+    buffers = dict(zip(cuda.ATTENTION_BUFFERS, (*codes.tensors()[:6], out, lse), strict=True))
     sizes = get_sizes(codes.query.shape, codes.key.shape)
     _launch_attention(
         config, sizes, scale, contiguous_strides(heads, length, codes.head_dim), codes.key_length, buffers

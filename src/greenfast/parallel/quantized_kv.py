@@ -39,25 +39,28 @@ class QuantizedKV:
         codes = (batch, heads, length, width), (batch, heads, width, padded_keys(length))
         shapes = (*codes, key_scale_shape, value_scale_shape)
         dtypes = (torch.uint8, torch.uint8, torch.float32, torch.float32)
-        return QuantizedKV(*allocate_buffer(shapes, dtypes, key.device))
+        buffer = allocate_buffers(1, shapes, dtypes, key.device)
+        return QuantizedKV(buffer[0], *(x[0] for x in view_buffers(buffer, shapes, dtypes)))
 
 
-def get_aligned_nbytes(shape: Sequence[int], dtype: torch.dtype) -> int:
+def _get_aligned_nbytes(shape: Sequence[int], dtype: torch.dtype) -> int:
     """Return the bytes of a tensor in a buffer, rounded up to the alignment."""
     return -(-math.prod(shape) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
 
 
-def allocate_buffer(
-    shapes: Sequence[Sequence[int]], dtypes: Sequence[torch.dtype], device: torch.device
-) -> tuple[Tensor, ...]:
-    """Allocate an uninitialized uint8 buffer.
+def allocate_buffers(
+    count: int, shapes: Sequence[Sequence[int]], dtypes: Sequence[torch.dtype], device: torch.device
+) -> Tensor:
+    """Allocate uninitialized buffers, uint8 (count, bytes), each for tensors of these shapes and dtypes."""
+    width = sum(map(_get_aligned_nbytes, shapes, dtypes))
+    return torch.empty(count, width, dtype=torch.uint8, device=device)
 
-    Return it and views of the shapes and dtypes, at multiples of 256 bytes.
-    """
-    specs = list(zip(shapes, dtypes, strict=True))
-    buffer = torch.empty(sum(get_aligned_nbytes(*each) for each in specs), dtype=torch.uint8, device=device)
-    tensors, offset = [buffer], 0
-    for shape, dtype in specs:
-        tensors.append(buffer[offset : offset + math.prod(shape) * dtype.itemsize].view(dtype).view(shape))
-        offset += get_aligned_nbytes(shape, dtype)
-    return tuple(tensors)
+
+def view_buffers(buffers: Tensor, shapes: Sequence[Sequence[int]], dtypes: Sequence[torch.dtype]) -> tuple[Tensor, ...]:
+    """View buffers as tensors (count, *shape), which begin at multiples of 256 bytes of each buffer."""
+    views, offset = [], 0
+    for shape, dtype in zip(shapes, dtypes, strict=True):
+        size = math.prod(shape) * dtype.itemsize
+        views.append(torch.unflatten(buffers[:, offset : offset + size].view(dtype), 1, tuple(shape)))
+        offset += _get_aligned_nbytes(shape, dtype)
+    return tuple(views)

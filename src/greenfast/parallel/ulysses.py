@@ -18,7 +18,7 @@ from greenfast.ops.quantized import QuantizedQKV
 from greenfast.parallel import blocks
 from greenfast.parallel.group import RankGroup
 from greenfast.parallel.layout import ShardLayout
-from greenfast.parallel.quantized_kv import get_aligned_nbytes
+from greenfast.parallel.quantized_kv import allocate_buffers, view_buffers
 from greenfast.parallel.ring import gather_samples
 
 PendingExchange = tuple[tuple[Tensor, ...], object]  # the received tensors, and the work to wait for
@@ -115,12 +115,11 @@ class HeadExchange:
         """
         dtypes = [x.dtype for x in tensors]
         # One buffer for each rank, so that there is one exchange.
-        width = sum(get_aligned_nbytes(shape, dtype) for shape, dtype in zip(shapes, dtypes, strict=True))
-        sent = torch.empty(self.group.size, width, dtype=torch.uint8, device=tensors[0].device)
-        for x, into in zip(tensors, _view_buffer(sent, shapes, dtypes), strict=True):
+        sent = allocate_buffers(self.group.size, shapes, dtypes, tensors[0].device)
+        for x, into in zip(tensors, view_buffers(sent, shapes, dtypes), strict=True):
             write(x, into)
         received, work = self.group.all_to_all(sent)
-        return _view_buffer(received, shapes, dtypes), work
+        return view_buffers(received, shapes, dtypes), work
 
     def wait(self, coming: PendingExchange) -> tuple[Tensor, ...]:
         """Wait for the tensors of ``send``, in the order of the ranks."""
@@ -157,16 +156,6 @@ class HeadExchange:
             return [heads]
         tails = chunks.select(parts, 1)
         return [heads, *((2 * size - 1 - rank, tails[rank]) for rank in range(size))]
-
-
-def _view_buffer(buffer: Tensor, shapes: list[tuple[int, ...]], dtypes: list[torch.dtype]) -> tuple[Tensor, ...]:
-    """View a buffer (size, bytes) as tensors (size, *shape)."""
-    views, offset = [], 0
-    for shape, dtype in zip(shapes, dtypes, strict=True):
-        size = torch.Size(shape).numel() * dtype.itemsize
-        views.append(torch.unflatten(buffer[:, offset : offset + size].view(dtype), 1, shape))
-        offset += get_aligned_nbytes(shape, dtype)
-    return tuple(views)
 
 
 def _view_as_int64(x: Tensor, together: int) -> Tensor:
@@ -267,17 +256,7 @@ def _attend(
     query, key, value, query_scale, key_scale, value_scale = whole
     assert value.shape[3] % KEY_GROUP == 0
     codes = QuantizedQKV(
-        query=query,
-        key=key,
-        value=value,
-        query_scale=query_scale,
-        key_scale=key_scale,
-        value_scale=value_scale,
-        key_mean=None,
-        precision=precision,
-        head_dim=head_dim,
-        key_length=key.shape[2],
-        dtype=dtype,
+        query, key, value, query_scale, key_scale, value_scale, None, precision, head_dim, key.shape[2], dtype
     )
     if query.is_cuda:
         result: tuple[Tensor, Tensor] = blocks.load_cuda().attend_codes(codes, causal, scale, with_lse)
@@ -302,12 +281,8 @@ def backward(
     """
     heads = HeadSharding(query.shape[1], key.shape[1], group.size)
     exchange = HeadExchange(group, layout, heads)
-    fields = [
-        ExchangedTensor(grad, 2, False),
-        ExchangedTensor(query, 2, False),
-        ExchangedTensor(key, 2, True),
-        ExchangedTensor(value, 2, True),
-    ]
+    both = ((grad, False), (query, False), (key, True), (value, True))
+    fields = [ExchangedTensor(x, 2, is_kv) for x, is_kv in both]
     received = exchange.wait(exchange.send([exchange.split_heads(field) for field in fields]))
     whole = [exchange.gather_sequence(x, 2) for x in received]
     grads = torch.ops.greenfast.sdpa_backward(*whole, causal, scale)
