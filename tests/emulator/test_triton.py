@@ -86,7 +86,12 @@ def test_cuda_tensors_are_labelled_cpu_tensors(emulate_triton: Any) -> None:
 
 def test_tensors_of_two_devices_are_refused_as_on_a_gpu(emulate_triton: Any) -> None:
     x, host = torch.ones(10, device="cuda"), torch.ones(10)
-    for mix in (lambda: x + host, lambda: x.mul_(host), lambda: torch.cat([x, host]), lambda: host @ x):
+    attend = torch.nn.functional.scaled_dot_product_attention
+    row, host_row = x[None, None], host[None, None]
+    for mix in (
+        *(lambda: x + host, lambda: x.mul_(host), lambda: torch.cat([x, host]), lambda: host @ x),
+        lambda: attend(row, row, host_row),
+    ):
         with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
             mix()
     assert (x + torch.tensor(2.0)).is_cuda

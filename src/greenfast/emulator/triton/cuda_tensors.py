@@ -9,7 +9,6 @@ refused by name.
 from __future__ import annotations
 
 import contextlib
-import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -134,7 +133,7 @@ _ONE_DEVICE = frozenset(
         *("embedding", "gather", "scatter", "scatter_add", "index_select", "index_add", "layer_norm", "rms_norm"),
         *("batch_norm", "group_norm", "instance_norm", "cross_entropy", "nll_loss", "mse_loss", "l1_loss"),
         *("smooth_l1_loss", "binary_cross_entropy", "kl_div", "cdist", "allclose", "isclose", "equal"),
-        *("scaled_dot_product_attention"),
+        "scaled_dot_product_attention",
     )
 )
 #: Names of functions that write nothing to their arguments: properties, facts and views.
@@ -410,10 +409,6 @@ def _ignore(*args: Any, **kwargs: Any) -> None:
     return None
 
 
-def _empty_strided(size: Any, stride: Any, dtype: torch.dtype, device: str) -> torch.Tensor:
-    return torch.empty_strided(size, stride, dtype=dtype, device=device)
-
-
 def _eager(model: Any = None, **options: Any) -> Any:
     """Return the function itself, in place of torch.compile: it computes the same."""
     return (lambda function: function) if model is None else model
@@ -459,6 +454,7 @@ class CudaTensors:
     def _replacements(self) -> list[tuple[Any, dict[str, Any]]]:
         p, stream = self.properties, CudaStream()
         zero, seed = (lambda *_, **__: 0), (lambda value: torch.default_generator.manual_seed(int(value)))
+        empty_strided = lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype, device="cuda")  # noqa: E731
         cuda: dict[str, Any] = {
             "is_available": lambda: True,
             "is_initialized": lambda: True,
@@ -478,8 +474,9 @@ class CudaTensors:
             "get_arch_list": lambda: [f"sm_{p.major}{p.minor}"],
             "is_bf16_supported": lambda *_, **__: True,
             "mem_get_info": lambda device=None: (p.total_memory, p.total_memory),
-            **dict.fromkeys(("memory_allocated", "max_memory_allocated", "memory_reserved"), zero),
-            **dict.fromkeys(("max_memory_reserved",), zero),
+            **dict.fromkeys(
+                ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"), zero
+            ),
             **dict.fromkeys(("reset_peak_memory_stats", "empty_cache", "ipc_collect"), _ignore),
             "memory_stats": lambda device=None: {},
             **dict.fromkeys(("memory_summary", "memory_snapshot"), lambda *_, **__: "no memory is counted here"),
@@ -511,7 +508,7 @@ class CudaTensors:
             (threading.Thread, {_BEGIN: self._wrap_thread_start(getattr(threading.Thread, _BEGIN))}),
             (torch.version, {"cuda": "13.0"}),
             (torch._C, {"_cuda_getCurrentRawStream": zero}),
-            (torch._C._dynamo.guards, {"_empty_strided_cuda": functools.partial(_empty_strided, device="cuda")}),
+            (torch._C._dynamo.guards, {"_empty_strided_cuda": empty_strided}),
             (torch.cuda.nvtx, dict.fromkeys(("range_push", "range_pop", "mark"), _ignore)),
         ]
 
