@@ -8,7 +8,7 @@ import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -125,42 +125,18 @@ def run_grid(
     inputs: Mapping[str, Array],
     outputs: Mapping[str, OutputSpec],
     *,
-    seed: int = 0,
-    poison: int = 0xFF,
     phases: Sequence[str] = (),
-    later: Sequence[int] = (),
-    always: bool = True,
-    may_read_left: bool = False,
-    keep_formal: bool = False,
-    structs: Mapping[str, Struct | Packed] | None = None,
-    observe: Observe = NOTHING,
+    **options: Any,
 ) -> GridResult:
-    """Run every block of the grid; later, always, may_read_left, keep_formal, structs, observe: see run_chain.
+    """Run every block of a kernel's grid. phases: the phases of an instrumented build. options: as for ``run_chain``.
 
-    Unwritten output bytes read as ``poison``. A name in both inputs and outputs is one initialised buffer that the
-    kernel may change. phases: the phases of an instrumented build, to count each.
-
-    Raises KernelFaultError for a fault of the kernel, UnsupportedError for an unknown instruction and for a failure of
-    the emulator itself, and UsageError if phases cannot be separated.
+    Raises the errors of ``run_chain``, and UsageError if phases cannot be separated.
     """
     outputs = dict(outputs)
     if phases:
         outputs[PHASE_BUFFER] = OutputSpec((math.prod(plan.grid), len(phases)), "int64")
     step = KernelLaunch(ptx, entry, block, dynamic_smem_bytes, plan)
-    result = run_chain(
-        [step],
-        inputs,
-        outputs,
-        seed=seed,
-        poison=poison,
-        phases=phases,
-        later=later,
-        always=always,
-        may_read_left=may_read_left,
-        keep_formal=keep_formal,
-        structs=structs,
-        observe=observe,
-    )
+    result = run_chain([step], inputs, outputs, phases=phases, **options)
     if phases and result.unwritten[PHASE_BUFFER]:
         raise UsageError(f"{entry} left {result.unwritten[PHASE_BUFFER]} bytes of its phases' sums unwritten")
     return result
@@ -186,7 +162,13 @@ def run_chain(
     operations: Mapping[int, Sequence[HostOperation]] | None = None,
     unwritten: Mapping[str, NDArray[np.bool_]] | None = None,
 ) -> GridResult:
-    """Run launches one after the other on the same buffers, and add up their counts. Raises the errors of ``run_grid``.
+    """Run launches one after the other on the same buffers, and add up their counts.
+
+    Unwritten output bytes read as ``poison``. A name in both inputs and outputs is one initialised buffer that the
+    kernels may change. phases: the phases of an instrumented build, to count each.
+
+    Raises KernelFaultError for a fault of a kernel, and UnsupportedError for an unknown instruction and for a failure
+    of the emulator itself.
 
     A launch that may begin early (Launch.early) is a fault in two cases. It accesses bytes of earlier launches with no
     griddepcontrol.wait. It reads bytes that they write by a load that the compiler may move before the wait.
