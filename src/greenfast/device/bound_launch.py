@@ -10,7 +10,7 @@ import numpy as np
 from cuda.bindings import driver
 
 from greenfast.spec.errors import MachineError, UsageError, unknown
-from greenfast.spec.kernel import MAP_BYTES, Argument, Launch, TensorMap, find_pointers, find_tensor_maps, value_bytes
+from greenfast.spec.kernel import MAP_BYTES, Launch, TensorMap, find_pointers, find_tensor_maps, value_bytes
 
 _NO_CONTEXT = driver.CUresult.CUDA_ERROR_INVALID_CONTEXT
 _MAX_ENCODINGS = 1024  # cached encodings per tensor map, by address
@@ -126,7 +126,10 @@ class BoundLaunch:
         if len(plan.args) != kernel.num_arguments:
             raise UsageError(f"{name} has {kernel.num_arguments} parameters, its launch gives {len(plan.args)}")
         try:
-            packed = [_pack_argument(argument, pointers) for argument in plan.args]
+            packed = [
+                value_bytes(x, pointers.__getitem__, lambda layout: encode_tensor_map(layout, pointers[layout.buffer]))
+                for x in plan.args
+            ]
         except KeyError as e:
             raise UsageError(f"launch argument {e.args[0]!r} is no buffer of the case: {', '.join(pointers)}") from None
         offsets = np.cumsum([0, *(-(-len(p) // _SLOT) * _SLOT for p in packed)])
@@ -188,9 +191,3 @@ def _attributes(plan: Launch) -> list[driver.CUlaunchAttribute]:
         cooperative.value.cooperative = 1
         attributes.append(cooperative)
     return attributes
-
-
-def _pack_argument(argument: Argument, pointers: Mapping[str, int]) -> bytes:
-    return value_bytes(
-        argument, pointers.__getitem__, lambda layout: encode_tensor_map(layout, pointers[layout.buffer])
-    )

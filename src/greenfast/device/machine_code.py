@@ -188,12 +188,8 @@ def early_launch_faults(sass: str) -> list[str]:
     ]
     if not any(opcode == _WAIT for _, _, opcode, _ in code):
         return [*faults, f"no {_WAIT}: the kernel never waits for the launch before it"]
-    for index in sorted(find_reachable(code, labels, 0, _is_wait)):
+    for index in sorted(find_reachable(code, labels, 0, lambda opcode, _: opcode == _WAIT)):
         address, _, opcode, _ = code[index]
         if opcode.split(".")[0] in _ACCESSES and "CONSTANT" not in opcode:
             faults.append(f"{opcode} at {address}: reached without a wait for the launch before")
     return faults
-
-
-def _is_wait(opcode: str, operands: str) -> bool:
-    return opcode == _WAIT

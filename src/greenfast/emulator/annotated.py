@@ -107,7 +107,8 @@ def _files(observed: Observed, sources: Mapping[str, str]) -> Iterator[tuple[str
 
 def _count_row(line: LineCounts, text: str) -> _Row:
     executed = line.threads > 0
-    notes = [f"no thread went from here to {_destination(s.to_line)}" for s in line.sides if not s.threads]
+    ends = [f"line {s.to_line}" if s.to_line else "the end" for s in line.sides if not s.threads]
+    notes = [f"no thread went from here to {end}" for end in ends]
     if 0 < line.executed_code < line.code:
         notes.append(f"{line.code - line.executed_code} of {line.code} PTX instructions were not executed")
     for stack in line.stacks:
@@ -127,10 +128,6 @@ def _count_row(line: LineCounts, text: str) -> _Row:
         *map(_format_access, (line.global_loads, line.global_stores, shared)),
     )
     return _Row(line.line, text, cells, executed, tuple(notes))
-
-
-def _destination(line: int) -> str:
-    return f"line {line}" if line else "the end"
 
 
 def _format_access(access: LineAccesses) -> str:

@@ -52,7 +52,7 @@ def parse_length(name: str, value: object, max_value: int | None = None) -> Any:
 def parse_window(window: Any, name: str = "window_size") -> tuple[Any, Any]:
     """Return a window (left, right), -1 for no limit. Raises TypeError and ValueError."""
     if not isinstance(window, Sequence) or len(window) != 2:
-        raise TypeError(f"{name}: {_format_window(window)}; (left, right) is needed, -1 for no limit")
+        raise TypeError(f"{name}: {format_value(window)}; (left, right) is needed, -1 for no limit")
     sides: list[Any] = []
     for n in window:
         if not isinstance(n, numbers.Integral | torch.SymInt) or isinstance(n, bool):
@@ -62,10 +62,6 @@ def parse_window(window: Any, name: str = "window_size") -> tuple[Any, Any]:
             raise ValueError(f"{name}: {window!r}; numbers of at least -1 and below 2**63 are needed")
         sides.append(side)
     return sides[0], sides[1]
-
-
-def _format_window(x: object) -> str:
-    return f"{x.dtype} {tuple(x.shape)}" if isinstance(x, Tensor) else repr(x)
 
 
 def parse_causal(is_causal: bool, alignment: str) -> int:

@@ -38,12 +38,11 @@ _LARGEST = {name: table[np.isfinite(table)].max() for name, table in _TABLES.ite
 E4M3_VALUES, E5M2_VALUES = _TABLES["e4m3"], _TABLES["e5m2"]
 
 
-def _to_halves(values: Values) -> Values:
-    return np.where(np.isnan(values), NAN_BITS["f16"], values.astype(np.float16).view(np.uint16)).astype(np.uint16)
-
-
 #: By type of a pair of codes, the bits of the f16 of each code.
-HALVES = {f"{name}x2": _to_halves(values) for name, values in _TABLES.items()}
+HALVES = {
+    f"{name}x2": np.where(np.isnan(x), NAN_BITS["f16"], x.astype(np.float16).view(np.uint16)).astype(np.uint16)
+    for name, x in _TABLES.items()
+}
 
 
 def encode(values: Values, name: str) -> Values:

@@ -353,10 +353,6 @@ def _products(parts: frozenset[str]) -> tuple[int, int]:
 _MAP_ARRAYS = frozenset({"box_dim", "global_dim", "global_stride", "element_stride"})
 
 
-def _policies(parts: frozenset[str]) -> tuple[int, int]:
-    return (4, 4) if "range" in parts else (2, 2) if "cvt" in parts else (1, 2)
-
-
 def _conversions(parts: frozenset[str]) -> tuple[int, int]:
     if "pack" in parts:
         return (4, 4) if "b32" in parts else (3, 3)
@@ -397,7 +393,7 @@ def _count_operands(name: str, parts: frozenset[str]) -> tuple[int, int]:
         "barrier": _barriers,
         "wgmma": _products,
         "tensormap": lambda p: (3, 3) if p & {"cp_fenceproxy", *_MAP_ARRAYS} else (2, 2),
-        "createpolicy": _policies,
+        "createpolicy": lambda parts: (4, 4) if "range" in parts else (2, 2) if "cvt" in parts else (1, 2),
         "cvt": _conversions,
     }
     return of_parts[name](parts)

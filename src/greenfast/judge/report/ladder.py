@@ -46,14 +46,11 @@ def ladder_table(
             table_shape = _choose_shape([record for _, record in members]) if shape is None else shape
             parts: dict[bool, list[tuple[str, Record]]] = {True: [], False: []}
             for path, record in members:
-                parts[shape is not None or _has_shape(record, table_shape)].append((path, record))
+                measured = {row.shape for row in facts.get_speedups(record)}
+                parts[shape is not None or not measured or table_shape in measured].append((path, record))
             tables.append(_format_group(parts[True], aged or {}, table_shape))
             members = parts[False]
     return "\n\n".join(tables)
-
-
-def _has_shape(record: Record, shape: str) -> bool:
-    return shape in {row.shape for row in facts.get_speedups(record)} or not facts.get_speedups(record)
 
 
 def _choose_shape(records: Sequence[Record]) -> str:

@@ -184,7 +184,7 @@ _COLORS = {
     "#e0e0e0": "line",
     "#ededed": "line",
 }
-_COLOR = re.compile(r"((?:fill|stroke): )(#[0-9a-f]{6})")
+_COLOR = re.compile(rf"((?:fill|stroke): )({'|'.join(_COLORS)})")
 _STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",  # text stays text: small, and found by a search
     "font.sans-serif": ["DejaVu Sans"],
@@ -210,14 +210,10 @@ def render_svg(label: str, height: float, draw: Callable[[Figure], None], *, wid
     head, _, rest = body[body.index("<svg") :].partition(">")
     box = re.search(r'viewBox="[-\d. ]+"', head)
     rest = re.sub(r'<g id="[^"]*">', "<g>", rest)  # the same in every figure, and never referred to
-    rest = _COLOR.sub(lambda match: f"{match[1]}{_page_color(match[2])}", rest)
+    rest = _COLOR.sub(lambda match: f"{match[1]}var(--{_COLORS[match[2]]})", rest)
     wide = Markup(' class="wide"') if width > WIDTH else ""
     opening = Markup('<svg role="img"{} aria-label="{}" {}>').format(wide, label, Markup(box[0] if box else ""))
     return opening + Markup(rest)
-
-
-def _page_color(color: str) -> str:
-    return f"var(--{_COLORS[color]})" if color in _COLORS else color
 
 
 def draw_speedups(rows: Sequence[SpeedupRow]) -> Markup:

@@ -55,7 +55,7 @@ class Tiling:
         head_dim = config.head_dim
         ones = 0 if config.sum_unrounded_p or self.out_columns == _WIDEST else 8  # rows after V^T
         tiles = self.consumers * ROWS * head_dim + self.stages * self.block_n * (2 * head_dim + ones)
-        size = _whole_kilobytes(tiles + 16 + 8 * (2 * self.consumers + 4 * self.stages))
+        size = -(-(tiles + 16 + 8 * (2 * self.consumers + 4 * self.stages)) // 1024) * 1024
         size += 1024 if config.scheduled else 0  # the queue of work tiles
         own_rows = config.fuse_q_quant and not stages_queries(head_dim)
         return size + (self.block_m * head_dim * 2 if own_rows else 0)
@@ -76,10 +76,6 @@ def read_batch_invariant(value: str | None) -> bool:
 #: The tiles depend on the options alone: a sequence has the same bits in any batch (docs/masks.md). Plans are kept for
 #: the life of a process, so it is read once.
 BATCH_INVARIANT = read_batch_invariant(os.environ.get("GREENFAST_BATCH_INVARIANT"))
-
-
-def _whole_kilobytes(size: int) -> int:
-    return -(-size // 1024) * 1024
 
 
 #: Up to this number of keys, accumulation in the tensor cores has the error of float32 (docs/performance-log.md).
