@@ -441,11 +441,17 @@ def test_what_is_repeated_skips_the_checks(gpu: PretendedGpu, monkeypatch: pytes
             run()
 
 
-def test_outputs_are_where_they_were_asked_for(gpu: PretendedGpu) -> None:
-    inputs = base() | {"out": query()}
+@pytest.mark.parametrize("cached", [True, False])
+def test_outputs_are_where_they_were_asked_for(gpu: PretendedGpu, cached: bool) -> None:
+    inputs = base() | {"out": query()} if cached else next(x for x in dense() if "out" in x)
+    attend: Any = call if cached else lambda options: flash_attn_varlen_func(**options)
+    gpu.real = True
+    address = inputs["out"].data_ptr().to_bytes(8, "little")
     for _ in range(3):
-        assert call(inputs) is inputs["out"]
-    result = [call(base() | {"q": inputs["q"]}) for _ in range(3)]
+        assert attend(inputs) is inputs["out"]
+        assert address in b"".join(gpu.launched()[-1].arguments)
+    del inputs["out"]
+    result = [attend(inputs) for _ in range(3)]
     assert len({x.untyped_storage().data_ptr() for x in result}) == 3
 
 
@@ -611,68 +617,6 @@ def test_every_refusal_of_keys_without_a_cache_stays(
     assert not gpu.launched()
 
 
-@pytest.mark.parametrize(("name", "launch"), [("q", 2), ("k", 1), ("v", 1)])
-def test_keys_without_a_cache_at_an_odd_address_are_copied(gpu: PretendedGpu, name: str, launch: int) -> None:
-    inputs = dense()[0]
-    memory = torch.zeros(inputs[name].numel() + 4).bfloat16()
-    gpu.keep([memory, *tensors_of(inputs)])
-    odd = memory[4:].view(inputs[name].shape)
-    for _ in range(2):
-        flash_attn_varlen_func(**inputs)
-    gpu.launched()
-    flash_attn_varlen_func(**(inputs | {name: odd}))
-    launches = gpu.launched()
-    assert len(launches) == 3
-    assert odd.data_ptr().to_bytes(8, "little") not in b"".join(launches[launch].arguments)
-
-
-def test_outputs_without_a_cache_are_where_they_were_asked_for(gpu: PretendedGpu) -> None:
-    inputs = next(x for x in dense() if "out" in x)
-    gpu.real = True
-    address = inputs["out"].data_ptr().to_bytes(8, "little")
-    for _ in range(3):
-        assert flash_attn_varlen_func(**inputs) is inputs["out"]
-        assert address in b"".join(gpu.launched()[-1].arguments)
-    del inputs["out"]
-    found: list[Any] = [flash_attn_varlen_func(**inputs) for _ in range(3)]
-    assert len({x.untyped_storage().data_ptr() for x in found}) == 3
-
-
-def test_an_observed_call_without_a_cache_goes_through_the_dispatcher(
-    gpu: PretendedGpu, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    inputs = dense()[0]
-    for _ in range(2):
-        flash_attn_varlen_func(**inputs)
-    gpu.launched()
-    seen: list[Any] = []
-
-    def dispatched(query: Tensor, *args: Any) -> Tensor:
-        seen.append(args)
-        return query
-
-    monkeypatch.setattr(varlen_module, "VARLEN", dispatched)
-    for observer in (torch.autograd.profiler.profile(), torch.autocast("cpu", torch.bfloat16), forward_ad.dual_level()):
-        with observer:
-            flash_attn_varlen_func(**inputs)
-        assert seen.pop()
-    for name in ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k"):
-        flash_attn_varlen_func(**(inputs | {name: inputs[name].as_subclass(Subclass)}))
-        assert seen.pop()
-    for name in ("q", "k", "v"):
-        flash_attn_varlen_func(**(inputs | {name: inputs[name].clone().requires_grad_()}))
-        assert seen.pop()
-    assert not gpu.launched()
-    with torch.no_grad():
-        flash_attn_varlen_func(**(inputs | {"q": inputs["q"].clone().requires_grad_()}))
-    flash_attn_varlen_func(**inputs)
-    assert not seen
-    assert len(gpu.launched()) == 6
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        flash_attn_varlen_func(**inputs)
-    assert seen
-
-
 def test_arguments_in_the_wrong_places_are_refused(gpu: PretendedGpu) -> None:
     """In one sequence, their values equal a cached call's."""
     made = plan()
@@ -694,16 +638,22 @@ def test_a_cache_at_an_odd_address_is_refused_after_one_that_is_not(gpu: Pretend
         call(inputs | {"k_cache": bad})
 
 
-def test_queries_at_an_odd_address_are_copied(gpu: PretendedGpu) -> None:
-    inputs = base()
-    memory = torch.zeros(query().numel() + 4, dtype=torch.bfloat16)
-    odd = memory[4:].view(query().shape)
+@pytest.mark.parametrize(
+    ("cached", "name", "launch"), [(True, "q", -1), (False, "q", 2), (False, "k", 1), (False, "v", 1)]
+)
+def test_tensors_at_an_odd_address_are_copied(gpu: PretendedGpu, cached: bool, name: str, launch: int) -> None:
+    inputs = base() if cached else dense()[0]
+    attend: Any = call if cached else lambda options: flash_attn_varlen_func(**options)
+    memory = torch.zeros(inputs[name].numel() + 4).bfloat16()
     gpu.keep([memory, *tensors_of(inputs)])
-    call(inputs)
-    call(inputs)
+    odd = memory[4:].view(inputs[name].shape)
+    for _ in range(2):
+        attend(inputs)
     gpu.launched()
-    call(inputs | {"q": odd})
-    assert odd.data_ptr().to_bytes(8, "little") not in gpu.launched()[-1].arguments[0]
+    attend(inputs | {name: odd})
+    launches = gpu.launched()
+    assert cached or len(launches) == 3
+    assert odd.data_ptr().to_bytes(8, "little") not in b"".join(launches[launch].arguments)
 
 
 def test_a_plan_that_was_changed_is_checked_again(gpu: PretendedGpu) -> None:
@@ -743,40 +693,49 @@ class Subclass(Tensor):
     pass
 
 
-def test_an_observed_call_goes_through_the_dispatcher(gpu: PretendedGpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    inputs = base()
-    call(inputs)
-    call(inputs)
-    gpu.launched()
+@pytest.mark.parametrize("cached", [True, False])
+def test_an_observed_call_goes_through_the_dispatcher(
+    gpu: PretendedGpu, monkeypatch: pytest.MonkeyPatch, cached: bool
+) -> None:
+    inputs = base() if cached else dense()[0]
+    tensors = ("page_table", "cache_seqlens", "k_descale") if cached else ("cu_seqlens_q", "cu_seqlens_k")
+    leaves = ("q",) if cached else ("q", "k", "v")
     seen: list[Any] = []
 
-    def dispatched(*args: Any) -> tuple[Tensor, Tensor]:
-        seen.append(args)
-        return torch.zeros_like(args[0]), torch.zeros(args[0].shape[1], args[0].shape[0])
+    def attend(**changes: Any) -> None:
+        call(inputs | changes) if cached else flash_attn_varlen_func(**(inputs | changes))
 
-    monkeypatch.setattr(serving_ops, "_PAGED_ATTENTION", dispatched)
+    def dispatched(query: Tensor, *args: Any) -> Any:
+        seen.append(args)
+        return (query.clone(), torch.zeros(query.shape[1], query.shape[0])) if cached else query
+
+    for _ in range(2):
+        attend()
+    gpu.launched()
+    monkeypatch.setattr(*((serving_ops, "_PAGED_ATTENTION") if cached else (varlen_module, "VARLEN")), dispatched)
     for observer in (torch.autograd.profiler.profile(), torch.autocast("cpu", torch.bfloat16), forward_ad.dual_level()):
         with observer:
-            call(inputs)
+            attend()
         assert seen.pop()
-    for name in ("q", "k_cache", "page_table", "cache_seqlens", "k_descale"):
-        call(inputs | {name: inputs[name].as_subclass(Subclass)})
+    for name in (*leaves, *tensors, *(["k_cache"] if cached else [])):
+        attend(**{name: inputs[name].as_subclass(Subclass)})
         assert seen.pop()
-    call(inputs | {"q": inputs["q"].clone().requires_grad_()})
-    assert seen.pop()
+    for name in leaves:
+        attend(**{name: inputs[name].clone().requires_grad_()})
+        assert seen.pop()
 
     def transformed(x: Tensor) -> Tensor:
-        call(inputs)
+        attend()
         return x
 
     torch.vmap(transformed)(torch.zeros(2))
     assert seen.pop()
     assert not gpu.launched()
-    call(inputs)
+    attend()
     with torch.no_grad():
-        call(inputs | {"q": inputs["q"].clone().requires_grad_()})
+        attend(q=inputs["q"].clone().requires_grad_())
     assert not seen
-    assert len(gpu.launched()) == 4
+    assert len(gpu.launched()) == (4 if cached else 6)
     with FakeTensorMode(allow_non_fake_inputs=True):
-        call(inputs)
+        attend()
     assert seen
