@@ -162,7 +162,7 @@ def test_a_search_whose_task_was_changed_does_not_go_on(capsys: pytest.CaptureFi
     (folder / EVENTS).write_bytes(b"".join(lines[:-1]))
     refused = run_here(capsys, "evolve", "--resume", folder)
     assert refused.code == 2
-    assert "files are not those that it began with; put them back, or begin a new run" in refused.err
+    assert "changed since the run began; put them back, or begin a new run" in refused.err
 
 
 @pytest.mark.usefixtures("one_process")

@@ -1,7 +1,7 @@
 """Timed launches over rotating buffer sets. Every launch must write the bits that were checked.
 
-A kernel could compute only in some launches: the first with an input, every second one, or those that it expects to be
-checked. So each launch draws a case, one of three buffer sets, and an offset that no earlier launch had in that set.
+A kernel could compute only in some launches: the first with an input, every second one, or the ones that it expects to
+be checked. So each launch draws a case, one of three buffer sets, and an offset that no earlier launch had in that set.
 Its outputs are poisoned before it. After it, a digest of its memory is taken with a key that is drawn for this launch.
 No buffer holds a result of an earlier launch: the sets are overwritten, and the expected bytes are stored under an XOR
 mask.

@@ -498,7 +498,7 @@ def _format_define(text: str) -> str:
 
 
 def _choose_entry(request: KernelRequest, names: Sequence[str]) -> str:
-    """Return the kernel that is meant, as the file spells it. Raises UsageError naming those there are."""
+    """Return the requested kernel's name as the file spells it. Raises UsageError with the names of all kernels."""
     if not names:
         raise UsageError(f"{request.name} holds no kernel; a template needs an explicit instantiation in the file")
     if request.kernel is None:

@@ -282,7 +282,7 @@ class _Paths:
 
 
 def _split_parts(key: _Key) -> Iterator[_Key]:
-    """Return a condition and those that it is made of."""
+    """Return a condition and the conditions that it consists of."""
     yield key
     if key[0] in ("and", "or"):
         for part, _ in key[1:]:

@@ -219,7 +219,7 @@ class Scheduler:
             blocked.clear()
 
     def _deliver(self) -> None:
-        """Deliver one of the bulk copies in flight; if they arrive late, first those that a thread waits for.
+        """Deliver one of the bulk copies in flight; if they arrive late, one that a thread waits for comes first.
 
         A read of data without a wait for their own mbarrier then comes too early.
         """

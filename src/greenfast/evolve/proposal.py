@@ -51,8 +51,8 @@ class Edit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Candidate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A proposal.
 
-    parameters: at least those that differ from their defaults. rationale: the reason. prediction: the expected change
-    and its size. parents: keys of the candidates it was made from. origin: for the proposer's own use, such as an
+    parameters: at least the ones with other values than the default. rationale: the reason. prediction: the expected
+    change and its size. parents: keys of its source candidates. origin: for the proposer's own use, such as an
     island.
     """
 

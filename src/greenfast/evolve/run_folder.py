@@ -147,8 +147,8 @@ def search(
     ):
         if manifest.sources not in ("", stages.sources.digest()) and not has_ended(folder):
             raise UsageError(
-                f"{folder}: the task's, the solution's or a region's files are not those that it began with; put them "
-                "back, or begin a new run"
+                f"{folder}: files of the task, the solution or a region changed since the run began; put them back, or "
+                "begin a new run"
             )
         pool = make_workers(workers, manifest, folder, stages)
         ends.callback(pool.close)

@@ -43,7 +43,7 @@ def take_profile(
 ) -> Path:
     """Profile the last of some launches; returns ``<results>/<stamp>-<shape>-ncu/profile.ncu-rep``.
 
-    metrics: those that are wanted beyond ncu's full set. The clocks are left as they are. Raises MachineError where
+    metrics: metrics beyond ncu's full set. The clocks are left as they are. Raises MachineError where
     there is no ncu, or it could not profile.
     """
     tool = ncu()

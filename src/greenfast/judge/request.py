@@ -397,7 +397,7 @@ def make_request(
 
 
 def read_request(task: LoadedTask, args: Namespace, **changes: Any) -> Request:
-    """Build a request from a command's options; those that it does not have are None. Raises as ``make_request``."""
+    """Build a request from a command's options; missing options are None. Raises as ``make_request``."""
     names = ("shapes", "seeds", "arch", "device", "warmup", "iters", "processes", "out", "command")
     options: dict[str, Any] = {name: getattr(args, name, None) for name in names}
     options |= {"fmt": getattr(args, "format", None), "timeout_s": args.timeout}

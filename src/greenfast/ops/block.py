@@ -31,7 +31,7 @@ _ARGUMENTS = (
     "Tensor query, Tensor key, Tensor value, Tensor? q_norm, Tensor? k_norm, Tensor? q_norm_bias, Tensor? k_norm_bias, "
     "Tensor? cos, Tensor? sin, str norm, float norm_eps, int rope_dim, bool rope_interleaved"
 )
-_TENSORS = 7  # of the arguments, those with gradients: Q, K, V, the weights and the biases
+_TENSORS = 7  # the arguments with gradients: Q, K, V, the weights and the biases
 _OPTIONS = 10  # fields of QKTransform
 
 Tensors = tuple[Tensor | None, ...]

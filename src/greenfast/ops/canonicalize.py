@@ -331,7 +331,7 @@ def _refuse_mask_shape(form: CanonicalCall, mask: Tensor) -> Refusal | None:
 
 
 def _apply_bool_mask(form: CanonicalCall, mask: Tensor, query: Tensor, causal: int) -> CanonicalCall | Refusal:
-    """Add booleans, True for keys that a query attends to. Those on the CPU that are all True are left out."""
+    """Add booleans, True for keys that a query attends to. A CPU mask without False is ignored."""
     if mask.is_nested or mask.layout is not torch.strided:
         return Refusal(NotImplementedError, "attn_mask: nested or sparse; the kernels take strided tensors")
     if mask.device != query.device:

@@ -62,7 +62,7 @@ _CODES_ARGUMENTS = (
 
 @dataclass(frozen=True)
 class MaskSpec:
-    """The keys that queries attend to: those that all of its parts allow.
+    """The keys that queries attend to: a key must be allowed by all parts.
 
     left, right: query i attends to keys i + shift - left .. i + shift + right, where -1 is no limit. The shift is KV -
     S if alignment is 2 (lower right), else 0. kv_lengths: int32 (B,), only the first keys of each sequence; or with

@@ -69,8 +69,8 @@ def is_available() -> bool:
 class Stretch:
     """Instructions ``start`` to ``end`` - 1, entered only at the first. keys: their names in the counts.
 
-    heat: microseconds of interpreting it. threads: those that have run it as machine code. code: this, for threads by
-    their indices (True) and for whole warps (False), once compiled.
+    heat: microseconds of interpreting it. threads: how many threads have run it as machine code. code: its machine code
+    once compiled, for threads by their indices (True) and for whole warps (False).
     """
 
     start: int

@@ -118,7 +118,7 @@ class NamedBarriers:
         self.m.mbarriers.show(complete // BARRIERS, len(self.m.blocks))
         came = self.present.reshape(BARRIERS, self.m.warps, -1, WARP)
         came[complete % BARRIERS, :, complete // BARRIERS] = False
-        done = np.zeros(len(self.arrived) + 1, np.bool_)  # the last for those that wait nowhere
+        done = np.zeros(len(self.arrived) + 1, np.bool_)  # the last: for threads that do not wait
         done[complete] = True
         go = np.flatnonzero(done[self.waiting])
         self.m.races.complete_barriers(complete, go, self.waiting[go], BARRIERS)

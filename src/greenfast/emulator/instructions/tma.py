@@ -205,7 +205,9 @@ def _require_whole_chunks(m: ResidentBlocks, tile: Tile, owners: NDArray[np.intp
     cut = np.flatnonzero(chunks.any(axis=1) & ~chunks.all(axis=1))
     if len(cut):
         lane = int(owners.reshape(-1, CHUNK // tile.unit)[cut[0], 0])
-        raise m.fault("a tensor store to a row that ends within 16 bytes: a GPU writes those beyond it as well", lane)
+        raise m.fault(
+            "a tensor store to a row that ends within 16 bytes: a GPU also writes the bytes after the row", lane
+        )
 
 
 def _commit(m: ResidentBlocks, lanes: ThreadSet) -> None:

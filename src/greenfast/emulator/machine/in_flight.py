@@ -15,7 +15,7 @@ from greenfast.emulator.ptx.syntax import Instruction
 ThreadSet = Any  # a slice, or sorted indices
 #: Number of product groups per warp for which the first access number is kept.
 GROUPS = 8
-#: Products after which those that are no chunk's last reader are forgotten.
+#: Number of products after which products that are no chunk's last reader are forgotten.
 _KEPT = 512
 
 

@@ -154,7 +154,7 @@ class Races:
         self.ordering.update_min(np.array(sorted(warps), np.intp))
 
     def _acquire(self, row: int, block: int, warp: int, threads: Numbers) -> None:
-        """Join the clocks of a warp's threads with those that the arrivals at an mbarrier released."""
+        """Join the clocks of a warp's threads with the clocks that arrivals at an mbarrier released."""
         known = self.ordering.acquire(row, block, warp)
         self.warp_sync.join_all(threads, int(known.min()))
         if known.min() < known.max():
@@ -578,7 +578,7 @@ class Races:
             self.m.report_formal("no-tensormap-fence", f"{reason} since: {self.m.memory.describe(offset)}", lane)
 
     def _note_inputs(self, offsets: Numbers, owners: set[int]) -> None:
-        """Record writes to inputs, also those that leave the value: a kernel may restore values that it overwrote."""
+        """Record writes to inputs, also of the same value: a kernel may restore values that it overwrote."""
         for name, row in self.record.find_inputs(offsets, owners):
             reason = f"a write to an input: {self.m.memory.describe(int(offsets[row]))}"
             self.record.input_writes.setdefault(name, str(self.m.fault(reason, self._lane(row, len(offsets)))))

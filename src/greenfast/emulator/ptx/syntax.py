@@ -135,7 +135,7 @@ class Instruction:
 
     @property
     def place(self) -> str:
-        """Its line in the source, with those that it was inlined at or called from."""
+        """Its line in the source, with the lines where it was inlined or called."""
         return self.source.describe() if self.source else "unknown line"
 
 

@@ -47,7 +47,7 @@ class Tiling:
 
     @property
     def registers(self) -> tuple[int, int]:
-        """Registers per thread of a consumer and of the producer warpgroup; in sum at most those at launch."""
+        """Registers per thread of a consumer and of the producer warpgroup; in sum at most the registers at launch."""
         return {1: (240, 40), 2: (240, 24), 4: (112, 32)}[self.consumers]
 
     def smem_bytes(self, config: AttentionConfig) -> int:

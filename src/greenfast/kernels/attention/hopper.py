@@ -148,8 +148,8 @@ def launch(
     scale: of the scores, > 0; by default 1 / sqrt(head_dim). strides: of out, and of Q with fused quantization;
     tensors are contiguous by default. kv_len_allocated: keys in the buffers of K and V if more than kv_len; the
     first kv_len are read, and have scales. ctas_per_sm: blocks per multiprocessor in the grid; one is resident at a
-    time. With several, work moves away from multiprocessors that another kernel occupies. tiles: those
-    that the kernel was rendered with, if not the default. With ``config.scheduled``: max_tiles: the most work tiles of
+    time. With several, work moves away from multiprocessors that another kernel occupies. tiles: as
+    the kernel was rendered, if not the default. With ``config.scheduled``: max_tiles: the most work tiles of
     a head, over all sequences; packed tensors have ``sizes`` of batch 1, q_len rows of Q and kv_len rows of codes.
     window: the keys that a row attends to before its own place, with ``config.window``, and after it, with a mask.
     lists: the sizes of the tile lists, with ``config.listed``. skip_threshold: above 0, with ``config.skip``: tiles

@@ -50,7 +50,7 @@ class PackedSizes:
         return self.q_rows // tiles.block_m + self.batch
 
     def tiling(self, config: AttentionConfig, multiprocessors: int) -> Tiling:
-        """Return the tiles of the attention kernel: those for as many sequences of the mean length."""
+        """Return the tiles of the attention kernel, as for a batch of as many sequences of the mean length."""
         length = max(1, -(-self.q_rows // max(1, self.batch)))
         count = max(1, self.q_rows // length)
         return tiling(config, Sizes(count, self.heads, self.kv_heads, length, max(1, self.max_k)), multiprocessors)[0]

@@ -256,8 +256,8 @@ def kernel(
     """Render the kernel that quantizes the tensors of an attention, with block scales.
 
     sampled: the mean of K is taken from MEAN_KEYS keys in a separate buffer. Needed if K is a shard of the keys, since
-    all shards must subtract the same mean. lengths: only the first keys of each sequence are quantized. gathered: and
-    only those keys that a list names. prologue: of Q and K; not with the other options. If it has a second part,
+    all shards must subtract the same mean. lengths: only the first keys of each sequence are quantized. gathered: only
+    the keys in a list. prologue: of Q and K; not with the other options. If it has a second part,
     ``sizes`` are of the whole sequence.
     """
     threads = _THREADS[config.head_dim]
