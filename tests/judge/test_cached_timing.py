@@ -12,8 +12,14 @@ import msgspec
 import pytest
 
 from benchmarks.kernel import bench
-from greenfast.judge.cached_timing import find_evidence_folders
-from greenfast.judge.record_io import RECORD, load_records, load_required_records, read_record, sealed_json
+from greenfast.judge.record_io import (
+    RECORD,
+    find_evidence_folders,
+    load_records,
+    load_required_records,
+    read_record,
+    sealed_json,
+)
 from greenfast.judge.record_schema import GateResult, Record, Side
 from greenfast.judge.report.markdown import report, short_form
 from greenfast.judge.validate import Outcome, validate

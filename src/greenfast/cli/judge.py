@@ -12,12 +12,12 @@ from rich.text import Text
 
 from greenfast.cli.console import GateConsole, show, status
 from greenfast.cli.progress import ProgressLine
-from greenfast.judge.cached_timing import load_kept_records, use_recorded_target
+from greenfast.judge.cached_timing import use_recorded_target
 from greenfast.judge.check_plan import add_check_plan
 from greenfast.judge.formats.traces import check_traces, write_traces
 from greenfast.judge.gates.registry import GATES
 from greenfast.judge.pages import write_page
-from greenfast.judge.record_io import sealed_json
+from greenfast.judge.record_io import load_kept_records, sealed_json
 from greenfast.judge.record_schema import Record
 from greenfast.judge.report import formatting
 from greenfast.judge.report.junit import junit, junit_error

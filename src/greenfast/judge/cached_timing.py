@@ -7,9 +7,8 @@ PERFORMANCE: a failed PERFORMANCE is reused too. The age does not matter; the re
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from greenfast.judge.gates.performance import build_cached_performance, gated_shapes, judge_again
 from greenfast.judge.implementation import BASELINE, CANDIDATE
@@ -20,8 +19,6 @@ from greenfast.judge.record_io import (
     check_freshness,
     compare_build,
     compare_launch,
-    load_records,
-    load_required_records,
 )
 from greenfast.judge.record_schema import FIRST_GATES, Build, CachedTiming, GateResult, Record, Side, TimingRow
 from greenfast.judge.request import Request
@@ -30,38 +27,6 @@ from greenfast.judge.timing.interleaved import METHOD, WARM
 from greenfast.spec.arch import Target
 from greenfast.spec.freshness import CURRENT, STALE, worst
 from greenfast.spec.problem import NORMAL, build_case
-
-EVIDENCE = "evidence"
-_TASKS = "tasks"
-
-
-def find_evidence_folders(task_folder: Path) -> list[Path]:
-    """Return the folders with stored records of a task.
-
-    These are ``evidence`` in the task's folder, and ``evidence`` next to the folder ``tasks`` with the task.
-    """
-    folder = task_folder.resolve()
-    folders = [folder / EVIDENCE]
-    if folder.parent.name == _TASKS:
-        folders.append(folder.parent.parent / EVIDENCE)
-    return [path for path in folders if path.is_dir()]
-
-
-def load_kept_records(
-    request: Request, path: Path | None, skipped: Callable[[str], None] = lambda reason: None
-) -> list[StoredRecord]:
-    """Load the records that PERFORMANCE may be quoted from: in ``path``, else in the task's evidence folders.
-
-    Without a path, none are loaded if this machine can time. The folder of a solution is not searched, as its author
-    could write a record there.
-    """
-    if path is not None:
-        return load_required_records(path)
-    if request.cannot_time() is None:
-        return []
-    task = request.task
-    folders = find_evidence_folders(task.folder)
-    return [record for folder in folders for record in load_records(folder, skipped, task=task.config.name)]
 
 
 def use_recorded_target(request: Request, kept: Sequence[StoredRecord], baseline: str, candidate: str) -> Request:

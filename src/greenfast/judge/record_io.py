@@ -64,6 +64,7 @@ from greenfast.judge.record_schema import (
     TimingRow,
 )
 from greenfast.judge.report.facts import describe_source, side_status
+from greenfast.judge.request import Request
 from greenfast.judge.store import convert_json, read_json, to_json
 from greenfast.judge.task import TaskConfig, find_task, load_family
 from greenfast.spec.arch import Target
@@ -494,6 +495,10 @@ def read_run(run: Path, kinds: Any) -> Any:
     return resolve_aliases(conclude_content(record, content, path), record.task)
 
 
+EVIDENCE = "evidence"
+_TASKS = "tasks"
+
+
 class _Kind(msgspec.Struct):
     kind: str = ""
     task: str = ""
@@ -546,6 +551,35 @@ def _load_comparison(file: Path, shown: str, task: str = "") -> list[StoredRecor
     if not isinstance(record, Record) or record.device is None or record.device.kind != "gpu" or not record.speedups:
         return []
     return [StoredRecord(shown, hashlib.sha256(file.read_bytes()).hexdigest(), record)]
+
+
+def load_kept_records(
+    request: Request, path: Path | None, skipped: Callable[[str], None] = lambda reason: None
+) -> list[StoredRecord]:
+    """Load the records that PERFORMANCE may be quoted from: in ``path``, else in the task's evidence folders.
+
+    Without a path, none are loaded if this machine can time. The folder of a solution is not searched, as its author
+    could write a record there.
+    """
+    if path is not None:
+        return load_required_records(path)
+    if request.cannot_time() is None:
+        return []
+    task = request.task
+    folders = find_evidence_folders(task.folder)
+    return [record for folder in folders for record in load_records(folder, skipped, task=task.config.name)]
+
+
+def find_evidence_folders(task_folder: Path) -> list[Path]:
+    """Return the folders with stored records of a task.
+
+    These are ``evidence`` in the task's folder, and ``evidence`` next to the folder ``tasks`` with the task.
+    """
+    folder = task_folder.resolve()
+    folders = [folder / EVIDENCE]
+    if folder.parent.name == _TASKS:
+        folders.append(folder.parent.parent / EVIDENCE)
+    return [path for path in folders if path.is_dir()]
 
 
 def record_schema(kinds: Any = Record | BenchRecord | PhaseRecord) -> dict[str, Any]:
