@@ -150,7 +150,7 @@ class GreenfastMetadataBuilder(AttentionMetadataBuilder[GreenfastMetadata]):
         return metadata
 
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> GreenfastMetadata:
-        """Build the same without a plan. Each call then plans by itself, from the lengths at the replay."""
+        """Build the metadata without a plan. Each call then makes its own plan, from the lengths at the replay."""
         m = common_attn_metadata
         if m.causal is not True:
             raise NotImplementedError(f"{NAME}: causal={m.causal}; only causal attention is computed")
@@ -247,7 +247,7 @@ class GreenfastImpl(AttentionImpl[GreenfastMetadata]):
 
 
 def _parse_window(sliding_window: int | None) -> tuple[int, int]:
-    """Return (left, right) of a window that includes the query's own token, as vLLM's do."""
+    """Return (left, right) of a window of vLLM, which counts the query's own token."""
     return (-1 if sliding_window is None else sliding_window - 1), 0
 
 

@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _rows(side: BuiltSide, target: Target, fmt: str, sass_folder: Path | None) -> list[dict[str, Any]]:
-    """One row per distinct kernel of a side; its machine code is written to ``sass_folder``, if given."""
+    """Return a row per distinct kernel of a side, and write its machine code to ``sass_folder``, if given."""
     rows: list[dict[str, Any]] = []
     for shape, kernel in side.distinct:
         sass = disassemble(kernel.cubin, kernel.source.entry)

@@ -1,4 +1,4 @@
-"""Watched expressions: a marker in the source hands their values to the emulator, at full optimization.
+"""Watched expressions: a marker in the source passes their values to the emulator, without disabling optimization.
 
 The marker is a ``mov`` of inline assembly into a register, and has no effect. The register's name identifies the
 expression.
@@ -18,7 +18,7 @@ MARKER = re.compile(r"gf_watch_(\d+)_(\d+)_([a-z]+\d*)")
 #: The file of the markers, as messages name it.
 MARKERS = "gf_watch"
 _SPEC = re.compile(r"(?:(?P<file>[^:]+):)?(?P<line>\d+):(?P<expressions>.*\S.*)")
-#: Texts that hold no statements: comments, strings, characters.
+#: Text without statements: comments, strings, characters.
 _OPAQUE = re.compile(
     r"//(?:\\\n|[^\n])*|/\*.*?\*/|\"(?:\\.|[^\"\\\n])*\"|(?<!\w)'(?:\\.[0-7xa-f]*|[^'\\\n])'", re.DOTALL
 )
@@ -68,7 +68,8 @@ def parse_watch(text: str) -> Watch:
 def insert_watches(source: str, name: str, specs: Sequence[str]) -> str:
     """Return a CUDA source with a marker before each watched line; its lines keep their numbers.
 
-    name: the source's file name or path. Raise UsageError for a line of another file, or one that begins no statement.
+    name: the source's file name or path. Raise UsageError for a line of another file, or without the start of a
+    statement.
     """
     if not specs:
         return source

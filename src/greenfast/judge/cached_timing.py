@@ -32,7 +32,7 @@ from greenfast.spec.problem import NORMAL, build_case
 def use_recorded_target(request: Request, kept: Sequence[StoredRecord], baseline: str, candidate: str) -> Request:
     """Return the request for the target of the newest record that compares the two, as its timings can be reused.
 
-    Return the unchanged request if no record compares the two, or if kernels cannot run.
+    If no record compares the two, or if kernels cannot run, return the request unchanged.
     """
     if not kept or request.cannot_run() is not None:
         return request

@@ -90,7 +90,7 @@ def varlen_attn(
     wants_lse = return_aux is not None and _parse_aux(return_aux)
     request = None
     if block_table is None and not torch.compiler.is_compiling():
-        # A pair or one argument, so that requests with other arguments differ in length.
+        # One argument or two, so that requests with different optional arguments differ in length.
         window = window_size if type(window_size) is tuple and len(window_size) == 2 else (window_size,)
         request = (
             query, key, value, cu_seq_q, cu_seq_k, seqused_k, sinks, max_q, max_k, precision, *window, softcap, scale,

@@ -102,7 +102,7 @@ class HeadExchange:
         return self._exchange(fields, shapes, lambda x, into: into.copy_(x.transpose(0, 1)))
 
     def send_back(self, results: Sequence[Tensor]) -> PendingExchange:
-        """Exchange results of whole sequences, (B, heads, S, ...), for each rank's rows of them."""
+        """Exchange results of whole sequences, (B, heads, S, ...): each rank receives its own rows."""
         shapes = [(*x.shape[:2], x.shape[2] // self.group.size, *x.shape[3:]) for x in results]
         return self._exchange(results, shapes, self.scatter)
 
@@ -141,7 +141,10 @@ class HeadExchange:
         return out.flatten(rows, rows + 1)
 
     def scatter(self, x: Tensor, into: Tensor) -> None:
-        """Do the inverse: (B, heads, rows of the sequence, ...) to (size, B, heads, ...), rows in each rank's order."""
+        """Reorder x (B, heads, rows of the sequence, ...) to (size, B, heads, ...), with the rows in each rank's order.
+
+        The inverse of ``gather_sequence``.
+        """
         parts, size = self.layout.parts, self.group.size
         chunk = into.shape[3] // parts
         chunks = torch.unflatten(x, 2, (parts * size, chunk)).movedim(2, 0)

@@ -1,4 +1,4 @@
-"""A call of attention for servers: the code that FlashAttention's two functions share."""
+"""A call of attention for servers: shared code of the two functions of ``greenfast.flash_attn``."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def read_ptx(data: bytes) -> list[EmbeddedPtx]:
 
 
 def choose_ptx(texts: list[EmbeddedPtx], most: int = 90) -> str:
-    """Return the PTX that a GPU of architecture ``most`` would take. Raises UnsupportedError if there is none."""
+    """Return the PTX that a GPU of architecture ``most`` would load. Raises UnsupportedError if there is none."""
     fitting = [ptx for ptx in texts if ptx.architecture <= most]
     if not fitting:
         listed = ", ".join(f"compute_{ptx.architecture}" for ptx in texts) or "none, only machine code"

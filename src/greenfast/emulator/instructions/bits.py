@@ -46,7 +46,7 @@ def shift(right: bool) -> Callable[[Instruction], Operation]:
 
 
 def funnel_shift(i: Instruction) -> Operation:
-    """Build shf: the upper word of {b, a} shifted left, or the lower word of it shifted right."""
+    """Build shf: shift {b, a} left and return the upper word, or shift it right and return the lower word."""
     left, clamps = "l" in i.parts, "clamp" in i.parts
 
     def function(a: Values, b: Values, c: Values) -> Values:
@@ -121,7 +121,7 @@ def insert_bits(i: Instruction) -> Operation:
 
 
 def extract_bits(i: Instruction) -> Operation:
-    """Build bfe: ``length`` bits of a from ``position`` on; a signed one is filled with its sign, beyond a with a's."""
+    """Build bfe: ``length`` bits of a from ``position`` on, sign-extended if signed; beyond a they have a's sign."""
     kind = parse_type(i)
     dtype = parse_dtype(kind)
     bits = 8 * dtype.itemsize

@@ -70,7 +70,7 @@ MODES = tuple(_WHOLE)
 
 
 def round_to(x: Values, form: Format, mode: str) -> Wide:
-    """Return the numbers of a format of at most 24 bits of significand that float64 numbers round to, as float64."""
+    """Round float64 numbers to a format of at most 24 bits of significand. Return them as float64."""
     x = np.asarray(x, np.float64)
     quantum = np.maximum(np.frexp(x)[1] - form.precision, form.lowest)
     result = np.ldexp(_WHOLE[mode](np.ldexp(x, -quantum)), quantum)
@@ -110,14 +110,14 @@ def narrow(x: Values, kind: str, mode: str = "rn") -> Values:
 
 
 def canonical(values: Values, kind: str) -> Values:
-    """Values with every NaN replaced by the kind's canonical one."""
+    """Replace every NaN by the kind's canonical NaN."""
     values = np.asarray(values)
     bad: Values = np.isnan(values)
     return np.where(bad, np.asarray(_NAN[kind]), values) if np.count_nonzero(bad) else values
 
 
 def flush(x: Values, kind: str) -> Values:
-    """Subnormal numbers of a kind to zero of their sign (.ftz)."""
+    """Replace subnormal numbers of a kind by zeros with their sign (.ftz)."""
     x = np.asarray(x)
     tiny = np.abs(x) < x.dtype.type(FORMATS[kind].smallest_normal)
     return np.where(tiny, np.copysign(x.dtype.type(0), x), x) if np.count_nonzero(tiny) else x
@@ -191,7 +191,7 @@ def root_to_odd(a: Wide) -> Wide:
 
 
 def integer_to_odd(values: Values) -> Wide:
-    """Integers of up to 64 bits as float64: exact up to 2^53, else cut and marked inexact in the last bit."""
+    """Convert integers of up to 64 bits to float64: exact up to 2^53, else truncated, the last bit set if inexact."""
     values = np.asarray(values)
     size = np.where(values < 0, np.uint64(0) - values.astype(np.uint64), values.astype(np.uint64))
     cut = size & ~np.uint64(2047)
@@ -204,7 +204,7 @@ def integer_to_odd(values: Values) -> Wide:
 
 
 def round_to_double(exact: Fraction | int, mode: str) -> float:
-    """Return the float64 that a rational number rounds to; 0 becomes +0."""
+    """Round a rational number to float64; 0 becomes +0."""
     try:
         near = exact.numerator / exact.denominator  # Python rounds this to the nearest, ties to even
     except OverflowError:

@@ -49,7 +49,7 @@ def lane_count(lanes: ThreadSet) -> int:
 
 
 def selection(indices: NDArray[np.intp]) -> ThreadSet:
-    """Convert sorted thread indices to a slice if they are adjacent whole warps:
+    """Convert sorted thread indices to a slice if they are adjacent whole warps.
 
     NumPy is several times faster with a slice.
     """
@@ -149,7 +149,7 @@ class BlockState:
         self.shared_start = self.block_of * self.shared_stride
         self.local_start = index * self.local_stride
         self.mbarriers = Mbarriers(len(self.shared.data) // 8)
-        #: Threads that do not run any more, or that never were.
+        #: Threads that have ended or do not exist.
         self.ended = ~self.exists
         products = [i for i in self.function.code if i.name == "wgmma" and i.parts[0] == "mma_async"]
         fragments = [o for i in products for o in i.operands[:2] if isinstance(o, Vector)]
@@ -177,7 +177,7 @@ class BlockState:
         return UnsupportedError(str(self.fault(reason, lane)))
 
     def report_formal(self, name: str, reason: str, lane: int) -> None:
-        """Keep a formal finding of a thread. Raises KernelFaultError if these end the run."""
+        """Keep a formal finding of a thread. Raises KernelFaultError if formal findings end the run."""
         fault = self.fault(reason, lane)
         fault.level = FORMAL
         if self.findings is None:
@@ -201,7 +201,7 @@ class BlockState:
         return f"{block}, thread {unflatten(int(self.thread_of[lane]), self.geometry.block)}"
 
     def describe_shared(self, offset: int, of: str = "") -> str:
-        """Return a byte of shared memory, by its offset in the block's, and by the variable that it belongs to."""
+        """Describe a byte of shared memory by its offset in the block's memory and by its variable."""
         own = offset % self.shared_stride
         text = f"byte {own} {of}of shared memory"
         below = [(start, name) for name, start in self.shared_layout.items() if start <= own]
@@ -231,7 +231,7 @@ class BlockState:
             where = f"byte {bad.address % max(self.local_stride, 1)} of {self.local_bytes} of local memory"
         reason, pointer = bad.reason, ""
         if where == NO_ALLOCATION:
-            reason = re.sub("^misaligned (.*)", r"\1 out of bounds", reason)  # alignment is not why it failed
+            reason = re.sub("^misaligned (.*)", r"\1 out of bounds", reason)  # alignment is not the cause
             pointer = explain_pointer(bad.address + self.memory.base)
         fault = self.fault(f"{reason}: {where}{pointer}", int(lanes[bad.position]), where)
         fault.unwritten = space in ("shared", "local", "global") and bad.reason.endswith(UNWRITTEN_READ)

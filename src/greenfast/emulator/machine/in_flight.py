@@ -86,7 +86,7 @@ def hold(shared: Arena, chunks: NDArray[np.int64]) -> None:
 
 
 def release(shared: Arena, chunks: NDArray[np.int64]) -> None:
-    """Take back one ``hold``."""
+    """Undo one ``hold``."""
     assert shared.readers is not None
     np.subtract.at(shared.readers, chunks.ravel(), 1)
 
@@ -100,8 +100,8 @@ def chunk_indices(offsets: NDArray[np.int64]) -> NDArray[np.int64]:
 class Guard:
     """A register that matrix products use, per thread.
 
-    writes, reads: the groups of the latest product that writes it and that reads it. touched: the number of the
-    wgmma.fence that has to come before the next product uses it.
+    writes, reads: the groups of the latest products that write it and read it. touched: the number of the wgmma.fence
+    that must come before the next product uses it.
     """
 
     writes: NDArray[np.int64]

@@ -46,7 +46,7 @@ _SHIFT = np.uint64(32)
 _NONE = np.zeros(0, np.intp)
 _SCOPES = {BLOCK: "block-scope", CLUSTER: "cluster-scope", DEVICE: "device-scope"}
 _KINDS = {False: "atomic or volatile read", True: "atomic or volatile write"}
-#: A tag's bits of the block; between these and the number are the lane's.
+#: The shift of a tag's lane, and the mask of its block. The number is above both.
 _LANE, _BLOCK = np.uint64(27), np.uint64((1 << 27) - 1)
 
 
@@ -56,7 +56,7 @@ class Races:
     def __init__(self, machine: BlockState, record: GlobalRecord, ordering: Ordering) -> None:
         self.m, self.record, self.ordering = machine, record, ordering
         self.warp = 0
-        self._position = np.full(machine.geometry.blocks, -1, np.int64)  # of a block of the grid among these
+        self._position = np.full(machine.geometry.blocks, -1, np.int64)  # of each block of the grid among the residents
         self._position[machine.blocks] = np.arange(len(machine.blocks))
         self.shared_writes = AccessTables(len(machine.shared.data), machine.warps)
         # Offsets, size, number, threads, and whether the threads of a warp read together.
@@ -76,7 +76,7 @@ class Races:
         self.stale: StaleReads | None = None
         #: Stores of several values to one place; None until a launch restarts to record them.
         self.joint_writes = JointWrites() if record.records_joint_writes else None
-        #: Loads, by id, that look at a place before an atomic access to it.
+        #: Loads, by id, that read a place before an atomic access to it.
         self.looks: set[int] = set()
         #: Per place and block: the last strong read, as the access number and the warp.
         self._strong_reads: dict[tuple[str, int, int], tuple[int, int]] = {}
@@ -120,7 +120,7 @@ class Races:
             m.after_pdl_wait[waiting[np.isin(of, released)]] = True
 
     def sync_warp(self, lanes: Numbers) -> None:
-        """Threads, one group of each warp, are at bar.warp.sync together."""
+        """Synchronize threads at bar.warp.sync, one group of each warp."""
         self.warp_sync.sync_groups(lanes, self.ordering.now)
 
     def arrive_at(self, rows: Numbers, lanes: ThreadSet, relaxed: bool = False) -> None:
@@ -366,7 +366,7 @@ class Races:
     def record_finished(
         self, offsets: Numbers, size: int, lanes: Numbers, writes: bool, instruction: Instruction
     ) -> None:
-        """Note accesses to shared memory that threads of one warp began before and have waited for now."""
+        """Record accesses to shared memory that threads of one warp began earlier and have now waited for."""
         warp = int(lanes[0]) // self.m.threads_per_warp_slot
         number = self.ordering.now = self.record.accesses.add(instruction, warp)
         unit, rows, whole = group_units(offsets, size)
@@ -396,7 +396,7 @@ class Races:
     ) -> Numbers:
         """Report accesses that are not ordered after one of another thread of the warp.
 
-        Return the elements that leave the value of an unordered write.
+        Return the elements that rewrite the value of an unordered write.
         """
         least = self.warp_sync.min_clock(self.warp)
         if table.latest[self.warp] <= least:
@@ -434,7 +434,7 @@ class Races:
     ) -> Numbers:
         """Report accesses that are not ordered after one of another warp.
 
-        Return the elements that leave the value of an unordered write.
+        Return the elements that rewrite the value of an unordered write.
         """
         numbers, m = table.get_numbers(rows, size), self.m
         floor = self.ordering.min_clock[self.warp]
@@ -478,7 +478,8 @@ class Races:
     ) -> NDArray[np.bool_]:
         """Return the unordered writes, except joint writes of the same values (JointWrites).
 
-        Raises RestartWithReadTracking to record these if that has not happened, and the writes are by one instruction.
+        If the launch does not record joint writes yet, and the writes are by one instruction, raises
+        RestartWithReadTracking to record them.
         """
         bad = bad.copy()
         for n in np.flatnonzero(bad).tolist():
@@ -652,7 +653,7 @@ class Races:
         return silent
 
     def _is_tag_unordered(self, tags: Numbers, mine: Numbers, scope: int, compares: bool) -> NDArray[np.bool_]:
-        """Return which (elements, units) accesses to global memory are not ordered before the current one.
+        """Return a mask (elements, units) of accesses to global memory that are not ordered before the current one.
 
         compares: whether to compare the threads of one warp as well.
         """
@@ -663,7 +664,7 @@ class Races:
         here, first = self._position[own], self._position[blocks]
         inside = first >= 0
         known = ordering.warps[here, self.warp, np.minimum(by, m.warps - 1)]
-        if ordering.through_memory:  # blocks that ended before these began are not looked at
+        if ordering.through_memory:  # blocks that ended before the resident ones began are ignored
             between = np.where(inside, ordering.blocks[here, np.where(inside, first, 0)], numbers)
         else:
             between = np.zeros(1, np.int64)
@@ -676,7 +677,7 @@ class Races:
         return bad
 
     def _wrote_jointly(self, places: Numbers, tags: Numbers, mine: Numbers) -> NDArray[np.bool_]:
-        """Return where the current block is one of several that wrote one value to a place in one access."""
+        """Return a mask of the places where the current block and others wrote one value in one access."""
         joint: NDArray[np.bool_] = np.zeros(places.shape, np.bool_)
         numbers = tags >> _SHIFT
         for number in np.unique(numbers).tolist() if self.record.joint else ():
@@ -688,7 +689,7 @@ class Races:
     def _check_together(self, offsets: Numbers, values: Numbers, lost: Numbers, number: int) -> None:
         """Report a fault if blocks write different values to one place in the same access.
 
-        Of threads of one warp that do so one wins (CUDA C++ Programming Guide, "SIMT Architecture"): not a race.
+        Among threads of one warp this is no race: one of them wins (CUDA C++ Programming Guide, "SIMT Architecture").
         """
         for winner, row in find_conflicts(offsets, values, lost):
             block = int(self.m.blocks[self.m.block_of[self._lane(winner, len(offsets))]])
@@ -713,7 +714,7 @@ class Races:
         self.m.report_formal("same-value-race", f"{reason}; both threads wrote the same value, found", lane)
 
     def fault(self, access: str, other: str, number: int, location: str, block: int, lane: int) -> KernelFaultError:
-        """Return the fault of two accesses that nothing orders; ``block``: of the earlier one."""
+        """Return the fault of two unordered accesses; ``block``: of the earlier one."""
         earlier = self.record.accesses.instructions[number]
         assert earlier is not None
         reader = f"warp {self.record.accesses.warps[number]} of {self.m.block_name(block)}"
@@ -765,7 +766,7 @@ class Atomics:
                     races.check_warp(table, rows, whole, mine, "atomic access", "write", None)
 
     def check_scopes(self, offsets: Numbers, size: int, scope: int, writes: bool) -> None:
-        """Check an atomic, volatile, relaxed, acquire or release access to global memory against such earlier ones.
+        """Check an atomic, volatile, relaxed, acquire or release access to global memory against earlier ones.
 
         Two of them, one of them a write, are a race unless each thread is in the scope of the other's access.
         """
@@ -799,7 +800,7 @@ class Atomics:
             m.report_race(races.fault(access, access, number, location, block, second))
 
     def record(self, space: str, offsets: Numbers, size: int) -> None:
-        """Threads, ``access_lanes``, have changed ``size`` bytes each atomically."""
+        """Record that the threads ``access_lanes`` have changed ``size`` bytes each atomically."""
         races = self.races
         number = races.begin()
         if space == "global":
@@ -809,7 +810,7 @@ class Atomics:
             unit, rows, whole = group_units(offsets, size)
             threads = races.threads(len(offsets))
             _, place, count = np.unique(offsets, return_inverse=True, return_counts=True)
-            # Where several threads meet, the access is another thread's for each of them.
+            # If several threads access one place, the access counts as another thread's for each of them.
             threads = np.where(count[place] > 1, races.warp_sync.mark_collective(threads), threads)
             self._shared[unit].put(rows, whole, number, races.warp, threads_by_unit(threads, len(rows), whole // unit))
 

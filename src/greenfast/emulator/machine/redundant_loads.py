@@ -30,12 +30,12 @@ class RedundantLoads:
         self._loads: list[Instruction] = []
         #: Per recorded load: (block << address bits) + address, and the threads.
         self._loaded: list[tuple[_Numbers, _Numbers]] = []
-        #: The same of the bytes that threads have stored to.
+        #: The same for stores.
         self._stored: list[tuple[_Numbers, _Numbers]] = []
         self._places = self._owners = np.empty(0, np.int64)
 
     def add(self, load: Instruction) -> bool:
-        """Take a load in; returns whether it is a new one, and not of shared memory."""
+        """Add a load. Return False if it was added before, or reads shared memory."""
         new = not self.contains(load) and not any(part.startswith("shared") for part in load.parts)
         self._loads.append(load)
         self._loaded.clear()

@@ -67,7 +67,7 @@ class StaleReads:
         return result
 
     def _knows(self, lane: int, write: _Write) -> bool:
-        """Return whether a write is ordered before the current access of a thread."""
+        """Return whether a write is ordered before the thread's current access."""
         m, ordering = self.m, self.ordering
         block, other = int(m.block_of[lane]), int(m.block_of[write.lane])
         if block != other:

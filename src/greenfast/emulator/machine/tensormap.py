@@ -17,8 +17,8 @@ from greenfast.emulator.machine.memory import GlobalMemory
 from greenfast.spec.errors import UsageError
 from greenfast.spec.kernel import MAP_BYTES, TensorMap
 
-#: The encoded form of a map: the tensor's address, a mark, rank, element size, swizzle, shape, strides, box, steps
-#: between elements. The form that a GPU's driver writes is not documented; its first field is the address too.
+#: The emulator's encoding of a map: the tensor's address, a magic mark, rank, element size, swizzle, shape, strides,
+#: box, steps between elements. The encoding of a GPU's driver is not documented; its first field is the address too.
 _FORM = struct.Struct("<Q8s3B5x5Q5Q5H5B")
 #: The place of a field of tensormap.replace in that form, and its NumPy type. Fields by dimension are arrays.
 FIELDS = {
@@ -76,7 +76,7 @@ def bind(layout: TensorMap, memory: GlobalMemory) -> BoundMap:
 
 
 def lay_out(layout: TensorMap) -> BoundMap:
-    """Return a tensor map over memory that begins at offset 0. Raises UsageError for one that the driver rejects."""
+    """Return a tensor map over memory that begins at offset 0. Raises UsageError if the driver would reject it."""
     rank, item = len(layout.shape), np.dtype(layout.dtype).itemsize
     if not 1 <= rank <= _MOST_DIMENSIONS or len(layout.strides) != rank or len(layout.box) != rank:
         raise _refused(layout, f"needs 1 to {_MOST_DIMENSIONS} dimensions, as many strides and box extents as extents")
@@ -125,7 +125,7 @@ def decode(data: bytes, base: int) -> BoundMap | None:
 
 
 def check_replaced(data: bytes) -> None:
-    """Check a map that a kernel wrote. Raises UsageError for one that a driver would reject."""
+    """Check a map that a kernel wrote. Raises UsageError if a driver would reject it."""
     _, _, rank, item, swizzle, *extents = _FORM.unpack_from(data)
     if not 1 <= rank <= _MOST_DIMENSIONS or item not in (1, 2, 4, 8):
         raise UsageError(f"{_MADE}: {rank} dimensions, elements of {item} bytes")
