@@ -123,26 +123,3 @@ def test_registers_and_numbers_as_arguments() -> None:
         first = add2(t, 7) if t >= 16 else 5
         expected += [first, add2(first, first)]
     assert run_ptx(body, 64, before) == expected
-
-
-def test_branches_by_table() -> None:
-    body = """
-    mov.u32 %r1, %tid.x; and.b32 %r2, %r1, 3; mov.b32 %r3, 0; setp.lt.u32 %p1, %r1, 28;
-    Ltable: .branchtargets La, Lb, Lc, La;
-    @%p1 brx.idx %r2, Ltable; add.u32 %r3, %r3, 7; bra Lend;
-    La: add.u32 %r3, %r3, 1; bra.uni Lend;
-    Lb: add.u32 %r3, %r3, 10;
-    Lc: add.u32 %r3, %r3, 100;
-    Lend: mul.wide.u32 %rd1, %r1, 4; add.u64 %rd1, %rd1, %out; st.global.u32 [%rd1], %r3;
-    """
-    assert run_ptx(body, 32) == [(1, 110, 100, 1)[t % 4] for t in range(28)] + [7] * 4
-
-
-def test_a_large_switch_of_the_compiler() -> None:
-    cases = " ".join(f"case {n}: v = v * {n + 2} + {n * n}; break;" for n in range(24))
-    result = run(
-        f"int v = threadIdx.x; switch (x[threadIdx.x]) {{ {cases} default: v = -1; }} y[threadIdx.x] = v;",
-        {"x": np.arange(32, dtype=np.int32)},
-        {"y": (32, "int32")},
-    ).outputs["y"]
-    assert result.tolist() == [t * (t + 2) + t * t for t in range(24)] + [-1] * 8

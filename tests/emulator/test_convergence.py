@@ -29,24 +29,6 @@ def output(body: str, *, threads: int = 64, seed: int = 0, before: str = "") -> 
     ]
 
 
-@SEEDS
-@pytest.mark.parametrize("threads", [64, 50])
-def test_threads_that_have_ended_release_a_barrier(seed: int, threads: int) -> None:
-    body = """__shared__ float s[64];
-    int t = threadIdx.x;
-    if (t >= n) return;
-    s[t] = x[t];
-    __syncthreads();
-    for (int step = 1; step < n; step *= 2) {
-      float v = t + step < n ? s[t + step] : 0;
-      __syncthreads();
-      s[t] += v;
-      __syncthreads();
-    }
-    y[t] = s[t];"""
-    assert (output(body, threads=threads, seed=seed)[:40] == np.cumsum(X[39::-1])[::-1]).all()
-
-
 def test_a_barrier_is_released_by_threads_that_end_while_others_wait() -> None:
     body = """__shared__ float s[64];
     s[threadIdx.x] = x[threadIdx.x];
@@ -82,24 +64,6 @@ def test_threads_that_arrive_and_end_count_once() -> None:
     y[threadIdx.x - 32] = s[threadIdx.x - 32]; y[threadIdx.x - 64] = 0;"""
     for seed in range(4):
         assert (output(body, threads=96, seed=seed)[32:] == np.float32(2**50)).all()
-
-
-def test_two_branches_meet_at_syncwarp() -> None:
-    body = """__shared__ float s[32];
-    int t = threadIdx.x;
-    if (t % 2) {
-      s[t] = x[t];
-      asm volatile("bar.warp.sync 0xffffffff; // one" ::: "memory");
-      y[t] = s[t - 1];
-    } else {
-      s[t] = -x[t];
-      asm volatile("bar.warp.sync 0xffffffff; // two" ::: "memory");
-      y[t] = s[t + 1];
-    }"""
-    even, odd = X[:32:2], X[1:32:2]
-    result = output(body, threads=32)
-    assert (result[:32:2] == odd).all()
-    assert (result[1:32:2] == -even).all()
 
 
 def test_halves_of_a_warp_synchronize_by_themselves() -> None:
@@ -177,62 +141,6 @@ def test_matrices_at_a_generic_address() -> None:
 
 
 # ---- copies and mbarriers -------------------------------------------------------------------------------------------
-
-LONG = """extern __shared__ __align__(128) u8 s[];
-__shared__ u64 bar;
-u32 bytes = 16 * (1 + blockIdx.x % 5);
-if (threadIdx.x == 0) {
-  init(&bar, 1);
-  proxy_fence();
-  bulk_load(s, x + 128 * blockIdx.x, bytes, &bar);
-  asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" :: "r"(at(&bar)), "r"(bytes) : "memory");
-  arrive(&bar);
-}
-__syncthreads();
-wait(&bar, 0);
-if (threadIdx.x == 0) { bulk_store(y + 128 * blockIdx.x, s, bytes); store_commit(); store_wait<0>(); }"""
-
-
-@SEEDS
-def test_the_size_of_a_bulk_copy_differs_between_blocks(seed: int) -> None:
-    x = np.random.default_rng(0).integers(0, 256, (7, 128)).astype(np.uint8)
-    result = run_hopper(LONG, {"x": x}, {"y": (x.shape, "uint8")}, threads=64, seed=seed, dynamic=128, blocks=7)
-    for n in range(7):
-        size = 16 * (1 + n % 5)
-        assert (result.outputs["y"][n, :size] == x[n, :size]).all()
-        assert (result.outputs["y"][n, size:] == 0xFF).all()
-
-
-def test_the_tensor_map_differs_between_blocks_and_between_warps() -> None:
-    rng = np.random.default_rng(1)
-    a, b = (rng.integers(0, 256, (16, width)).astype(np.uint8) for width in (64, 128))
-    body = """extern __shared__ __align__(1024) u8 s[];
-    __shared__ u64 bar[2];
-    int w = threadIdx.x / 32;
-    bool first = (blockIdx.x + w) % 2;
-    if (threadIdx.x % 32 == 0) {
-      init(&bar[w], 1); init_fence();
-      expect(&bar[w], first ? 8 * 32 : 4 * 64);
-      load(s + 256 * w, first ? &ma : &mb, &bar[w], first ? 32 : 64, 4);
-    }
-    __syncwarp();
-    wait(&bar[w], 0);
-    for (int i = threadIdx.x % 32; i < 256; i += 32) y[512 * blockIdx.x + 256 * w + i] = s[256 * w + i];"""
-    result = run_hopper(
-        body,
-        {"a": a, "b": b},
-        {"y": ((2, 2, 256), "uint8")},
-        parameters="const __grid_constant__ CUtensorMap ma, const __grid_constant__ CUtensorMap mb, u8* y",
-        args=(tensor_map("a", a, (8, 32)), tensor_map("b", b, (4, 64)), "y"),
-        threads=64,
-        blocks=2,
-        dynamic=512,
-    ).outputs["y"]
-    of_a, of_b = a[4:12, 32:64].ravel(), b[4:8, 64:128].ravel()
-    assert (result[0, 0] == of_b).all()
-    assert (result[0, 1] == of_a).all()
-    assert (result[1, 0] == of_a).all()
-    assert (result[1, 1] == of_b).all()
 
 
 ARRIVE = '  {when} asm volatile("mbarrier.arrive{form};" : "=l"(state) : "r"(at(&bar)) : "memory");'

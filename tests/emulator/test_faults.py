@@ -201,25 +201,6 @@ def test_an_unknown_instruction_is_named_with_its_line() -> None:
         output('long long r; asm volatile("stacksave.u64 %0;" : "=l"(r)); y[threadIdx.x] = x[0] + r;')
 
 
-def test_divergent_threads_join_again() -> None:
-    body = "float v = x[threadIdx.x]; for (int i = 0; i < threadIdx.x % 5; ++i) { if (v > 20) v -= 3; else v += 7; }"
-    expected = X.copy()
-    for lane in range(64):
-        for _ in range(lane % 5):
-            expected[lane] += -3 if expected[lane] > 20 else 7
-    shuffled = body + " y[threadIdx.x] = __shfl_xor_sync(0xffffffffu, v, 1);"
-    assert (output(shuffled) == expected.reshape(-1, 2)[:, ::-1].ravel()).all()
-
-
-def test_printf() -> None:
-    result = run(
-        'if (threadIdx.x == 3) printf("%d %5.2f %s|%u%%\\n", 7, x[3], "text", 9u); y[threadIdx.x] = 0;',
-        {"x": X},
-        {"y": (32, "float32")},
-    )
-    assert result.printed == "7  3.00 text|9%\n"
-
-
 def test_printf_takes_widths_and_returns_the_number_of_its_arguments() -> None:
     body = (
         'y[threadIdx.x] = printf("%*d|%-*d|%.*f|%hhd %hu\\n", 5, 42, 3, 7, 2, 1.23456, 300, 65541);'

@@ -32,25 +32,6 @@ def launched(
 
 
 @SEEDS
-@pytest.mark.parametrize("load", ["*(volatile int*)&flag", "atomicAdd(&flag, 0)"])
-def test_a_warp_waits_for_a_flag_of_another(load: str, seed: int) -> None:
-    body = f"""__shared__ int flag, data[32];
-    if (threadIdx.x == 0) flag = 0;
-    __syncthreads();
-    if (threadIdx.x < 32) {{
-      data[threadIdx.x] = 3 * threadIdx.x;
-      __syncwarp();
-      __threadfence_block();
-      if (threadIdx.x == 0) *(volatile int*)&flag = 1;
-    }} else {{
-      while ({load} == 0);
-      __threadfence_block();
-      y[threadIdx.x - 32] = data[threadIdx.x - 32];
-    }}"""
-    assert (launched(body, 32, threads=64, seed=seed).outputs["y"] == 3 * np.arange(32)).all()
-
-
-@SEEDS
 def test_a_thread_waits_for_another_of_its_warp(seed: int) -> None:
     body = """volatile int* flag = scratch;
     int t = threadIdx.x;
@@ -58,39 +39,6 @@ def test_a_thread_waits_for_another_of_its_warp(seed: int) -> None:
     y[t] = flag[0];
     flag[0] = t + 1;"""
     assert (launched(body, 8, threads=8, seed=seed).outputs["y"] == np.arange(8)).all()
-
-
-@SEEDS
-@pytest.mark.parametrize("space", ["", "__shared__ int cells[2]; scratch = cells;"])
-def test_a_lock_that_threads_spin_for(space: str, seed: int) -> None:
-    body = f"""{space}
-    if (threadIdx.x < 2) scratch[threadIdx.x] = 0;
-    __syncthreads();
-    while (atomicCAS(scratch, 0, 1) != 0);
-    __threadfence();
-    int n = ((volatile int*)scratch)[1];
-    ((volatile int*)scratch)[1] = n + 1;
-    __threadfence();
-    atomicExch(scratch, 0);
-    y[threadIdx.x] = n;"""
-    result = launched(body, 48, threads=48, seed=seed).outputs["y"]
-    assert (np.sort(result) == np.arange(48)).all()
-
-
-def test_a_lock_between_blocks_in_the_form_of_old_warps() -> None:
-    body = """for (bool done = false; !done;) {
-      if (atomicCAS(scratch, 0, 1) == 0) {
-        __threadfence();
-        int n = ((volatile int*)scratch)[1];
-        ((volatile int*)scratch)[1] = n + 1;
-        y[blockIdx.x * 8 + threadIdx.x] = n;
-        __threadfence();
-        atomicExch(scratch, 0);
-        done = true;
-      }
-    }"""
-    result = launched(body, 48, threads=8, blocks=6).outputs["y"]
-    assert (np.sort(result) == np.arange(48)).all()
 
 
 @SEEDS
@@ -146,14 +94,6 @@ for (int step = 1; step < 4; ++step) {{
   {sync}
   y[i] = v + step;
 }}"""
-
-
-@SEEDS
-def test_a_barrier_of_the_grid_by_atomics(seed: int) -> None:
-    blocks, threads = 24, 64
-    body = ROUNDS.format(sync=GRID_BARRIER)
-    result = launched(body, blocks * threads, threads=threads, blocks=blocks, seed=seed).outputs["y"]
-    assert (result == np.roll(np.arange(blocks * threads), -3 * threads) + 6).all()
 
 
 @SEEDS

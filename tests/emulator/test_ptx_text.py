@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from greenfast.emulator.grid import run_grid
-from greenfast.emulator.ptx.literals import initial, integer
+from greenfast.emulator.ptx.literals import initial
 from greenfast.emulator.ptx.names import demangle, describe_element, read_shapes
 from greenfast.spec.errors import UnsupportedError, UsageError
 from greenfast.spec.kernel import Launch
@@ -30,29 +30,6 @@ def run(
     outputs = {"y": OutputSpec((words,), "uint32")}
     plan = Launch((1, 1, 1), ("y", *inputs))
     return run_grid(ptx, "k", (threads, 1, 1), smem, plan, inputs, outputs).outputs["y"].tolist()  # type: ignore[no-any-return]
-
-
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [
-        ("0", 0),
-        ("7", 7),
-        ("-7", -7),
-        ("0777", 0o777),
-        ("-017", -0o17),
-        ("0x1F", 31),
-        ("0X1fU", 31),
-        ("0b101", 5),
-        ("4294967295U", 2**32 - 1),
-        ("089", None),
-        ("0f3F800000", None),
-        ("1e3", None),
-        ("12ab", None),
-        ("x12", None),
-    ],
-)
-def test_integers(text: str, value: int | None) -> None:
-    assert integer(text) == value
 
 
 def test_literals_in_instructions() -> None:
