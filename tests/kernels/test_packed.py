@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from greenfast.kernels.attention import hopper, packed, schedule
-from greenfast.kernels.attention.config import ROW_BLOCK, AttentionConfig, Mask
+from greenfast.kernels.attention.config import ROW_BLOCK, AttentionConfig, Mask, Strides
 from greenfast.kernels.attention.heuristics import Tiling
 from greenfast.ops.quantized import build_config
 from greenfast.ops.reference import add_packed_mean_scores
@@ -40,7 +40,8 @@ def make_schedule(
 ) -> dict[str, Any]:  # fmt: skip
     shapes = packed.buffer_shapes(config, sizes, tiles)
     names = ("tiles", "tile_count", "sequences", "block_sequence")
-    launch = packed.schedule_launch(config, sizes, tiles, used="seqused_k" in inputs, window=window)
+    arguments = packed.schedule_arguments(sizes, used="seqused_k" in inputs)
+    launch = schedule.launch(arguments, config, tiles, sizes.batch, sizes.max_tiles(tiles), window)
     found: dict[str, Any] = run(schedule.packed_kernel(), launch, inputs, {name: shapes[name] for name in names})
     return found
 
@@ -163,7 +164,10 @@ def test_sequences_of_several_lengths_agree_with_the_cpu(case: str) -> None:
         {name: shapes[name] for name in ("k_codes", "v_codes", "k_scale", "v_scale", "k_mean")},
     )
     strides = (0, columns, heads * columns)
-    launch = packed.attention_launch(config, sizes, tiles, columns**-0.5, strides, strides, 2, limits)
+    launch = hopper.launch(
+        config, sizes.as_sizes(), columns**-0.5, Strides(query=strides, out=strides), 2, tiles=tiles,
+        max_tiles=sizes.max_tiles(tiles), window=limits,
+    )  # fmt: skip
     outputs: dict[str, tuple[str, Any]] = {"out": ("uint16", q.shape)}
     if lse:
         outputs["lse"] = ("float32", (heads, sizes.q_rows))

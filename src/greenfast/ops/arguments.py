@@ -18,6 +18,7 @@ _LARGEST = torch.finfo(torch.float32).max
 _SOFTCAPS = (1e-30, 1e30)  # the kernels' float32 holds the cap and its inverse, times the scales of scores
 _CAUSAL = {"upper_left": 1, "lower_right": 2}
 MAX_LENGTH = 2**31 - 1  # in the kernels lengths are int32
+MAX_WINDOW = 2**30  # of a window, so that sums in int32 cannot overflow
 #: Refusals of other GPUs.
 SERVING_ON_HOPPER = "serving calls on CPU tensors have the same numerics; their kernels are for Hopper GPUs"
 PACKED_ON_HOPPER = "packed sequences have kernels for Hopper GPUs"
@@ -50,7 +51,7 @@ def parse_length(name: str, value: object, max_value: int | None = None) -> Any:
 
 
 def parse_window(window: Any, name: str = "window_size") -> tuple[Any, Any]:
-    """Return a window (left, right), -1 for no limit. Raises TypeError and ValueError."""
+    """Return a window (left, right), -1 for no limit and at most MAX_WINDOW. Raises TypeError and ValueError."""
     if not isinstance(window, Sequence) or len(window) != 2:
         raise TypeError(f"{name}: {format_value(window)}; (left, right) is needed, -1 for no limit")
     sides: list[Any] = []
@@ -60,7 +61,7 @@ def parse_window(window: Any, name: str = "window_size") -> tuple[Any, Any]:
         side: Any = n if isinstance(n, int | torch.SymInt) else int(n)
         if not (require(side >= -1) and require(side < 2**63)):
             raise ValueError(f"{name}: {window!r}; numbers of at least -1 and below 2**63 are needed")
-        sides.append(side)
+        sides.append(min(side, MAX_WINDOW))
     return sides[0], sides[1]
 
 

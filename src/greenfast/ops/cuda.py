@@ -499,9 +499,11 @@ def _build_varlen_plan(
     window, used = (max(0, left), max(0, right)), seqused_k is not None
     tiles = sizes.tiling(config, target.multiprocessors)
     columns = config.columns
-    out_strides = (0, columns, sizes.heads * columns)
+    strides = Strides(query=(0, *query.stride()[1::-1]), out=(0, columns, sizes.heads * columns))
+    max_tiles = sizes.max_tiles(tiles)
     scheduling = LaunchStep(
-        schedule.packed_kernel(), packed.schedule_launch(config, sizes, tiles, used=used, window=window)
+        schedule.packed_kernel(),
+        schedule.launch(packed.schedule_arguments(sizes, used=used), config, tiles, sizes.batch, max_tiles, window),
     )
     quantizing = LaunchStep(
         packed.quantize_kernel(config, sizes),
@@ -509,8 +511,15 @@ def _build_varlen_plan(
     )
     attending = LaunchStep(
         hopper.kernel(config, sizes.as_sizes(), target.multiprocessors, tiles=tiles),
-        packed.attention_launch(
-            config, sizes, tiles, scale, (0, *query.stride()[1::-1]), out_strides, target.multiprocessors, window
+        hopper.launch(
+            config,
+            sizes.as_sizes(),
+            scale,
+            strides,
+            target.multiprocessors,
+            tiles=tiles,
+            max_tiles=max_tiles,
+            window=window,
         ),
         {"k": "k_codes", "v_t": "v_codes"},
     )

@@ -39,7 +39,6 @@ from greenfast.ops.quantized import (
     pad_head_dim_size,
 )
 from greenfast.ops.symbols import is_known, require
-from greenfast.ops.varlen import MAX_WINDOW
 
 TOKEN_MASKS = (
     f"precision: {TOKEN!r} has no masks other than causal ones, softcap, sinks and skip_threshold; 'fp8' has them"
@@ -157,7 +156,7 @@ def parse_options(
     window: Any, softcap: Any, sinks: Any, kv_lengths: Any, skip_threshold: Any, alignment: str
 ) -> ScoreOptions:
     """Return checked options. Raises TypeError and ValueError; sizes and devices are checked by the operator."""
-    left, right = (min(n, MAX_WINDOW) for n in parse_window(window, "window"))
+    left, right = parse_window(window, "window")
     cap = parse_softcap(softcap)
     threshold = parse_number("skip_threshold", skip_threshold)
     if not 0.0 <= threshold < 1.0:

@@ -64,9 +64,9 @@ NONE = "none"  # there is nothing to compute
 LONG_BACKWARD = 4096
 #: Keys of the narrowest window for which that was measured.
 WIDE_WINDOW = 1024
-#: Head dim -> the backward pass that "auto" takes for such calls without a window and lengths: the fastest one measured
-#: (docs/training.md). With a window or lengths it takes "8bit".
-AUTO_BACKWARDS = {64: "16bit_kept", 128: "8bit", 256: "8bit"}
+#: Head dim -> the backward pass that "auto" takes for such calls without a window and lengths, where another one than
+#: "8bit" was measured to be faster (docs/training.md).
+AUTO_BACKWARDS = {64: "16bit_kept"}
 _KEPT_REASONS = {
     "8bit": "int8 and E4M3 products; the output and the log-sum-exp of the forward pass are kept",
     "16bit_kept": "PyTorch's backward pass; the output and the log-sum-exp of the forward pass are kept",

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from greenfast.kernels import HEAD_DIMS
 from greenfast.kernels.attention.config import Mask
 from greenfast.ops import autograd, reference, torch_ops
 from greenfast.ops.arguments import (
@@ -38,8 +39,6 @@ from greenfast.ops.symbols import require, require_same_shape
 if TYPE_CHECKING:
     from torch.nn.attention.varlen import AuxRequest
 
-_MAX_HEAD_DIM = 256
-MAX_WINDOW = 2**30  # of a window, so that sums in int32 cannot overflow
 VARLEN_CACHE = CallCache(7)  # calls that skipped the dispatcher; their first 7 arguments are tensors or None
 _ARGUMENTS = (
     "Tensor query, Tensor key, Tensor value, Tensor cu_seq_q, Tensor cu_seq_k, Tensor? seqused_k, Tensor? sinks, "
@@ -105,7 +104,7 @@ def varlen_attn(
         raise NotImplementedError(
             "block_table: keys in pages are of a PagedKVCache; greenfast.flash_attn_varlen_func reads it"
         )
-    left, right = (min(n, MAX_WINDOW) for n in parse_window(window_size))
+    left, right = parse_window(window_size)
     if cu_seq_k is None:
         raise ValueError("cu_seq_k: None; int32 (N + 1,) is needed, as cu_seq_q")
     max_q, max_k = parse_length("max_q", max_q, MAX_LENGTH), parse_length("max_k", max_k, MAX_LENGTH)
@@ -248,8 +247,8 @@ def check_varlen(query: Any, key: Any, value: Any, cu_seq_q: Any, cu_seq_k: Any,
             raise TypeError(f"{name}: its dtype is {x.dtype}, but query is {query.dtype}; they must agree")
         check_device(name, x, "query", query)
     heads, head_dim = query.shape[1:]
-    if head_dim % 8 or not 8 <= head_dim <= _MAX_HEAD_DIM:
-        raise NotImplementedError(f"query: head_dim {head_dim}; a multiple of 8 up to {_MAX_HEAD_DIM} is needed")
+    if head_dim % 8 or not 8 <= head_dim <= HEAD_DIMS[-1]:
+        raise NotImplementedError(f"query: head_dim {head_dim}; a multiple of 8 up to {HEAD_DIMS[-1]} is needed")
     if not require_same_shape(value.shape, key.shape) or not require(key.shape[2] == head_dim):
         raise ValueError(
             f"key, value: their shapes are {tuple(key.shape)} and {tuple(value.shape)}; both (tokens, kv_heads, "

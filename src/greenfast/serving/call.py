@@ -22,7 +22,7 @@ from greenfast.ops.arguments import (
 from greenfast.ops.layout import is_capturing, synchronized
 from greenfast.ops.quantized import DTYPES, check_device
 from greenfast.ops.symbols import is_certain, is_known, require, require_same_shape
-from greenfast.ops.varlen import MAX_WINDOW, attend_packed, check_varlen
+from greenfast.ops.varlen import attend_packed, check_varlen
 from greenfast.serving import torch_ops as serving_ops
 from greenfast.serving.checks import (
     E4M3,
@@ -214,7 +214,7 @@ class AttentionCall:
         _, left, right = self.mask
         args = (
             self.q, k, v, self.cu_seqlens_q, cu_seqlens_k, seqused_k, self.sinks, self.max_seqlen_q, max_seqlen_k,
-            "fp8", min(left, MAX_WINDOW), min(right, MAX_WINDOW), self.softcap, self.scale,
+            "fp8", left, right, self.softcap, self.scale,
         )  # fmt: skip
         out, lse = attend_packed(args, self.out, wants_lse)
         if request is not None:

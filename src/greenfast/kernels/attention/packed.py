@@ -11,11 +11,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from greenfast.kernels import CUDA_TYPES, make_source
-from greenfast.kernels.attention import hopper, schedule
-from greenfast.kernels.attention.config import KEY_GROUPS, ROW_BLOCK, AttentionConfig, Sizes, Stride3, Strides
+from greenfast.kernels.attention import schedule
+from greenfast.kernels.attention.config import KEY_GROUPS, ROW_BLOCK, AttentionConfig, Sizes
 from greenfast.kernels.attention.heuristics import Tiling, tiling
 from greenfast.kernels.quantize import qkv
-from greenfast.spec.kernel import KernelSource, Launch
+from greenfast.spec.kernel import Argument, KernelSource, Launch
 
 _KEYS_WORDS = 4  # of a PackedKeys
 
@@ -76,21 +76,18 @@ def buffer_shapes(config: AttentionConfig, sizes: PackedSizes, tiles: Tiling) ->
     }
 
 
-def schedule_launch(
-    config: AttentionConfig, sizes: PackedSizes, tiles: Tiling, *, used: bool, window: tuple[int, int] = (0, 0)
-) -> Launch:
-    """Return the launch of ``schedule.packed_kernel``.
+def schedule_arguments(sizes: PackedSizes, *, used: bool) -> tuple[Argument, ...]:
+    """Return the arguments of ``schedule.packed_kernel`` for ``schedule.launch``.
 
-    used: whether there is a buffer ``seqused_k``. window: as for ``hopper.launch``.
+    used: whether there is a buffer ``seqused_k``.
     """
-    arguments = (
+    return (
         *("cu_seqlens_q", "cu_seqlens_k"),
         "seqused_k" if used else np.int64(0),
         *(np.int32(n) for n in (sizes.q_rows, sizes.k_rows)),
         *("sequences", "block_sequence"),
         np.int32(sizes.key_blocks),
     )
-    return schedule.launch(arguments, config, tiles, sizes.batch, sizes.max_tiles(tiles), window)
 
 
 def quantize_kernel(config: AttentionConfig, sizes: PackedSizes) -> KernelSource:
@@ -143,32 +140,6 @@ def quantize_launch(sizes: PackedSizes, k_strides: tuple[int, int], v_strides: t
             np.int32(sizes.key_blocks),
         ),
         early=True,
-    )
-
-
-def attention_launch(
-    config: AttentionConfig,
-    sizes: PackedSizes,
-    tiles: Tiling,
-    scale: float,
-    query: Stride3,
-    out: Stride3,
-    multiprocessors: int,
-    window: tuple[int, int] = (0, 0),
-) -> Launch:
-    """Return the launch of the attention kernel.
-
-    query, out: strides of batch (any), head and row. window: as for ``hopper.launch``.
-    """
-    return hopper.launch(
-        config,
-        sizes.as_sizes(),
-        scale,
-        Strides(query=query, out=out),
-        multiprocessors,
-        tiles=tiles,
-        max_tiles=sizes.max_tiles(tiles),
-        window=window,
     )
 
 

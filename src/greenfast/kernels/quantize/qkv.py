@@ -20,10 +20,8 @@ from greenfast.spec.kernel import Argument, KernelSource, Launch
 ENTRY = "quantize_qkv"
 #: A head's mean is the median of the means of groups of MEAN_GROUP keys, out of MEAN_KEYS keys spread over the head.
 MEAN_KEYS, MEAN_GROUP = 32, 4
-#: Head dim -> threads of a block: one or two warps per 16 rows of a tile.
-_THREADS = {64: 256, 128: 256, 256: 512}
-#: Head dim -> blocks per multiprocessor for __launch_bounds__.
-_BLOCKS = {64: 3, 128: 2, 256: 1}
+#: Head dim -> blocks per multiprocessor for __launch_bounds__, if that is more than one.
+_BLOCKS = {64: 3, 128: 2}
 #: Threads of a block that computes norms of rows.
 _NORM_THREADS = 256
 #: With this number of tiles of K, a block takes several.
@@ -148,7 +146,8 @@ class Prologue:
         They are a thread's next rows, the rows of head dim 256 that two warps share, and the angles of a tile or,
         before them, group means.
         """
-        exchanged = ROW_BLOCK * head_dim * 2 + _THREADS[head_dim] // 32 * QUERY_BLOCK * 4 if head_dim > 128 else 0
+        warps = block_threads(head_dim)[0] // 32
+        exchanged = ROW_BLOCK * head_dim * 2 + warps * QUERY_BLOCK * 4 if head_dim > 128 else 0
         if not sharing.several_heads:
             return exchanged
         means = sharing.key_heads * MEAN_KEYS // MEAN_GROUP * head_dim * 4
@@ -209,8 +208,11 @@ _SECOND_PARAMETERS = (
 
 
 def block_threads(head_dim: int) -> tuple[int, int]:
-    """Return the threads of a block, and the blocks per multiprocessor for ``__launch_bounds__``."""
-    return _THREADS[head_dim], _BLOCKS[head_dim]
+    """Return the threads of a block, and the blocks per multiprocessor for ``__launch_bounds__``.
+
+    One warp per 16 rows of a tile, or two that share them (``rows_transform.cuh``).
+    """
+    return 256 if head_dim <= 128 else 512, _BLOCKS.get(head_dim, 1)
 
 
 def key_tiles(sizes: Sizes) -> int:
@@ -226,7 +228,7 @@ def choose_sharing(config: AttentionConfig, sizes: Sizes, prologue: Prologue | N
     """
     tiles = sizes.batch * sizes.kv_heads * _tiles(sizes.kv_len)
     all_tiles = 2 * tiles + sizes.batch * sizes.heads * _tiles(sizes.q_len)
-    per_place = all_tiles // (_MULTIPROCESSORS * _BLOCKS[config.head_dim])
+    per_place = all_tiles // (_MULTIPROCESSORS * block_threads(config.head_dim)[1])
     share = next((share for least, share in _SHARES.items() if per_place >= least), None)
     if prologue is None or not prologue.rotary_dim or prologue.tile_angle_bytes > _ANGLE_BYTES or share is None:
         return Sharing(key_tiles(sizes), 1, 1, False)
@@ -260,7 +262,7 @@ def kernel(
     the keys in a list. prologue: of Q and K; not with the other options. If it has a second part,
     ``sizes`` are of the whole sequence.
     """
-    threads = _THREADS[config.head_dim]
+    threads, blocks = block_threads(config.head_dim)
     sharing = choose_sharing(config, sizes, prologue)
     flags = {
         "Int8": config.format == "int8",
@@ -315,7 +317,7 @@ struct Cfg {{
   using In = {CUDA_TYPES[config.dtype]};
 }};
 
-extern "C" __global__ void __launch_bounds__({threads}, {_BLOCKS[config.head_dim]})
+extern "C" __global__ void __launch_bounds__({threads}, {blocks})
 {ENTRY}(const void* q, const void* k, const void* v, long long q_batch, long long q_head, long long q_row,
         long long k_batch, long long k_head, long long k_row, long long v_batch, long long v_head, long long v_row,
         unsigned char* q_codes, unsigned char* k_codes, unsigned char* v_codes, float* q_scale, float* k_scale,

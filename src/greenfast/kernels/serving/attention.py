@@ -20,10 +20,9 @@ ENTRY, PLAN_ENTRY = "paged_attention", "plan_attention"
 TARGET = Target("sm_90a")
 CHUNK = 512  # keys; O stays in the wgmma accumulators for so many
 OPEN = 2**30  # no limit on this side of the window
-#: Time of a block per row of a narrow row tile, relative to a wide one, for full and partial tiles alike; measured with
-#: 69 batches on an H100 (docs/performance-log.md). Up to head dim 128 two blocks with narrow tiles share a
-#: multiprocessor.
-_NARROW_ROW_TIME = {64: 2.6, 128: 2.6, 256: 1.5}
+#: Blocks with narrow row tiles that share a multiprocessor -> time of a block per row of a narrow tile, relative to a
+#: wide one, for full and partial tiles alike; measured with 69 batches on an H100 (docs/performance-log.md).
+_NARROW_ROW_TIME = {2: 2.6, 1: 1.5}
 _HEADER = 8  # words of a plan before its arrays
 _RANGE_WORDS, _TILE_WORDS = 12, 8  # WorkRange, RowTile
 _PLAN_THREADS = 1024
@@ -90,7 +89,7 @@ def row_tiles(head_dim: int, sizes: ServingSizes, multiprocessors: int) -> tuple
         return -(-sizes.expected_tiles(config.rows) * sizes.kv_heads // grid_blocks(config, sizes, multiprocessors))
 
     wide, narrow = (ServingConfig(head_dim=head_dim, wide=wide) for wide in (True, False))
-    of_narrow = rounds(narrow) * NARROW_ROWS * _NARROW_ROW_TIME[head_dim]
+    of_narrow = rounds(narrow) * NARROW_ROWS * _NARROW_ROW_TIME[narrow.blocks]
     return of_narrow >= rounds(wide) * wide.rows, 0
 
 
