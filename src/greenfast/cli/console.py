@@ -37,7 +37,7 @@ class ClosableConsole(Console):
 
 
 def status(text: str) -> Text:
-    """A status or decision in its colour."""
+    """Return a status or decision in its colour."""
     return Text(text, style=_STYLES.get(text, ""))
 
 

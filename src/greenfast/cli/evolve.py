@@ -150,7 +150,7 @@ class SearchConsole(GateConsole):
         self.line(f"  {result.gate} {result.status}: {result.summary}")
 
     def batch(self, number: int, evaluations: Sequence[Evaluation], state: State) -> None:
-        """A batch has ended."""
+        """Report the end of a batch."""
         ends = Counter(e.stage if e.stage in ("space", "duplicate") or not e.valid else "" for e in evaluations)
         died = ", ".join(f"{count} {stage}" for stage, count in ends.items() if stage) or "none"
         self.line(

@@ -40,7 +40,7 @@ Without a GPU, PERFORMANCE is PENDING and the exit code 4; a CI job that asks fo
 
 
 def _copy(source: Path, folder: Path) -> None:
-    """The files of a folder of the package; its subfolders are of Python's own making."""
+    """Copy the files of a folder of the package. Its subfolders are Python's caches."""
     folder.mkdir(parents=True)
     for file in sorted(source.iterdir()):
         if file.is_file():

@@ -133,7 +133,7 @@ def _show(outcome: Outcome, note: str) -> None:
 
 
 def required_gates(names: Sequence[str]) -> set[str]:
-    """The gates of ``--require``, in capitals. Raises UsageError for an unknown name."""
+    """Return the gates of ``--require``, in capitals. Raises UsageError for an unknown name."""
     allowed = {name.lower(): name for name in GATES}
     if unknown := set(names) - {*allowed, "all"}:
         raise UsageError(f"--require {', '.join(sorted(unknown))}: allowed are {', '.join(allowed)} and all")

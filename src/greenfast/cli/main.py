@@ -53,7 +53,7 @@ _MOVED_OPTIONS = {
 
 
 def parser() -> argparse.ArgumentParser:
-    """The parser of all verbs."""
+    """Build the parser of all verbs."""
     top = argparse.ArgumentParser(
         prog="greenfast",
         description="Verdicts on GPU kernels: green (built, inside its budget, correct) before fast.",

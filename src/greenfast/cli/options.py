@@ -13,7 +13,7 @@ from typing import TypeAlias
 
 
 def words(text: str) -> list[str]:
-    """A comma-separated list of names."""
+    """Parse a comma-separated list of names."""
     found = [part.strip() for part in text.split(",") if part.strip()]
     if not found:
         raise argparse.ArgumentTypeError(f"{text!r} names nothing; give names separated by commas")
@@ -21,7 +21,7 @@ def words(text: str) -> list[str]:
 
 
 def numbers(text: str) -> list[int]:
-    """A comma-separated list of whole numbers."""
+    """Parse a comma-separated list of whole numbers."""
     try:
         return [int(part) for part in words(text)]
     except ValueError:
@@ -29,7 +29,7 @@ def numbers(text: str) -> list[int]:
 
 
 def extent(text: str) -> tuple[int, int, int]:
-    """X, X,Y or X,Y,Z; omitted extents are 1."""
+    """Parse X, X,Y or X,Y,Z; omitted extents are 1."""
     sizes = numbers(text)
     if len(sizes) > 3 or min(sizes) < 1:
         raise argparse.ArgumentTypeError(f"{text!r}: give X, X,Y or X,Y,Z, whole numbers from 1 up")
@@ -38,7 +38,7 @@ def extent(text: str) -> tuple[int, int, int]:
 
 
 def traced_warp(text: str) -> tuple[tuple[int, int, int], int]:
-    """X,Y,Z:WARP: a block (omitted indices are 0), and the number of a warp in it."""
+    """Parse X,Y,Z:WARP: a block (omitted indices are 0), and the number of a warp in it."""
     block, colon, warp = text.rpartition(":")
     parts = block.split(",")
     if not colon or len(parts) > 3 or not all(part.isascii() and part.isdigit() for part in (*parts, warp)):
@@ -81,7 +81,7 @@ def file_if_named(text: str) -> Path | None:
 
 
 def named_file(text: str) -> tuple[str, Path]:
-    """NAME=FILE."""
+    """Parse NAME=FILE."""
     name, equals, file = text.partition("=")
     if not (name and equals and file):
         raise argparse.ArgumentTypeError(f"{text!r}: give NAME=FILE.npy")

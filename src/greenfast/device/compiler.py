@@ -447,7 +447,7 @@ _SPLICE = re.compile(rb"\\[ \t]*\r?\n")
 
 @functools.lru_cache(maxsize=512)
 def includes(text: bytes) -> list[tuple[bytes, bytes]]:
-    """(opening quote, name) of each include: a process hashes the same headers for every kernel.
+    """Return (opening quote, name) of each include, cached: a process hashes the same headers for every kernel.
 
     Conditions are not evaluated, so some may never be read.
     """

@@ -22,7 +22,7 @@ _CUMULATIVE_STACK = re.compile(r"(\d+) bytes cumulative stack size")
 
 
 def parse_resources(log: str, entry: str, dynamic_smem_bytes: int) -> Resources:
-    """The resources of kernel ``entry``, from the compiler's log.
+    """Return the resources of kernel ``entry``, from the compiler's log.
 
     Spills are summed over the kernel and every function that it calls; the stack is the deepest.
     Raises MachineError with the missing entry: a missing value never counts as zero.
@@ -72,7 +72,7 @@ _FILE = re.compile(r'^\s*\.file\s+(\d+) "([^"]+)"', re.MULTILINE)
 
 
 def readable(log: str, ptx: str) -> str:
-    """The errors and warnings of a compile log; empty if it has none.
+    """Return the errors and warnings of a compile log; empty if it has none.
 
     ptx: the PTX that ptxas was given, or empty. ptxas states lines of this generated text; they are translated to the
     file and line of the source by its ``.loc`` directives.
@@ -98,7 +98,7 @@ def _about_header(name: str) -> str:
 
 
 def _at_source(message: re.Match[str], ptx: str) -> str:
-    """A ptxas message with the source line and the instruction that it refers to, as far as known."""
+    """Return a ptxas message with the source line and the instruction that it refers to, as far as known."""
     number, kind, text = int(message[1]), message[2], message[3]
     lines = ptx.splitlines()
     if number > len(lines):

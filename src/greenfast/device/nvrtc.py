@@ -79,7 +79,7 @@ def run(job: Job) -> CompilerOutput:
 
 
 def version() -> tuple[int, int]:
-    """The compiler's major and minor version."""
+    """Return the compiler's major and minor version."""
     _, major, minor = nvrtc.nvrtcVersion()
     return major, minor
 
@@ -122,7 +122,7 @@ def _answer(job: Job) -> CompilerOutput | str:
 
 
 def _confined(job: Job) -> CompilerOutput | str:
-    """The answer of a copy of this process that reads the job's folders alone; ends by a signal as that one does."""
+    """Run the job in a copy of this process that reads only the job's folders. Ends by the same signal as the copy."""
     reading, writing = os.pipe()
     child = os.fork()
     if not child:

@@ -40,7 +40,7 @@ class Executable:
 
     @classmethod
     def single(cls, image: KernelImage, plan: Launch) -> Executable:
-        """One launch of one kernel."""
+        """Return the executable of one launch of one kernel."""
         return cls(((image, plan),))
 
     @property

@@ -34,7 +34,7 @@ def is_supported(ordinal: int) -> bool:
 
 
 def mapping_granularity(ordinal: int) -> int:
-    """The bytes that sizes of memory and addresses of mappings are multiples of."""
+    """Return the granularity of memory sizes and mapping addresses in bytes."""
     minimum = driver.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
     return int(check(driver.cuMemGetAllocationGranularity(_properties(ordinal), minimum)))
 

@@ -77,7 +77,7 @@ class Worker:
         return self._answer(method, self._timeout_s)
 
     def _answer(self, method: str, seconds: float) -> Any:
-        """The child's next answer. If it is an error or late, closes the worker. Raises as every method does."""
+        """Return the child's next answer. Close the worker if it is an error or late. Raises as every method does."""
         with self._failures(method):
             if not self._connection.poll(seconds):
                 self.close()
@@ -91,7 +91,7 @@ class Worker:
         return value
 
     def _lost(self, message: str) -> WorkerError:
-        """The error for a process that has ended."""
+        """Return the error for a process that has ended."""
         return UnsupportedByDeviceError(message, ended=True) if self._emulates else WorkerError(message)
 
     @contextlib.contextmanager
@@ -104,7 +104,7 @@ class Worker:
             raise self._lost(f"crash: the process ended during {method} (exit {code})") from e
 
     def info(self) -> DeviceInfo:
-        """The device."""
+        """Return the device."""
         result: DeviceInfo = self.call("info")
         return result
 

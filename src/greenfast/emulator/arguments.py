@@ -269,7 +269,7 @@ def _fits(parameter: Variable, argument: Argument) -> bool:
 
 
 def _parse_number(text: str, number: str, dtype: str) -> np.number[Any]:
-    """One value of a type. Raises UsageError for text that is not a number, or a number that the type does not hold."""
+    """Parse one value of a type. Raises UsageError unless it is a number in the type's range."""
     whole = np.dtype(dtype).kind in "iu"
     try:
         value: float = int(number, 0) if whole else float(number)
@@ -311,7 +311,7 @@ def _add_buffer(arguments: Arguments, text: str, role: str, remainder: str, seed
 
 
 def _parse_spec(text: str, spec: str) -> tuple[str, tuple[int, ...], str | None]:
-    """TYPE[SHAPE] with or without :FILL."""
+    """Parse TYPE[SHAPE] with or without :FILL."""
     match = _SPEC.fullmatch(spec)
     if match is None or match[1] not in _NAMES:
         raise UsageError(f"--arg {text!r}: give TYPE[SHAPE], such as f32[8,64]; types are {', '.join(TYPES)}")

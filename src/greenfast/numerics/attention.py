@@ -90,7 +90,7 @@ def _blocks(
 
 
 def _weights(scores: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """The softmax of scores, its numerators (a row's largest is 1), and the row maxima."""
+    """Return the softmax of scores, its numerators (a row's largest is 1), and the row maxima."""
     if mask is not None:
         scores = scores.masked_fill(~mask, -math.inf)
     top = scores.amax(dim=-1, keepdim=True).clamp(min=torch.finfo(torch.float64).min)

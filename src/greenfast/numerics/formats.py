@@ -49,7 +49,7 @@ def encode(x: Tensor, fmt: str, factor: float = 1.0) -> tuple[Tensor, Tensor]:
 
 
 def dequantize(codes: Tensor, scale: Tensor, fmt: str) -> Tensor:
-    """The exact values (float64, shape of ``codes``) of uint8 codes with per-head float32 scales."""
+    """Return the exact values (float64, shape of ``codes``) of uint8 codes with per-head float32 scales."""
     if fmt not in CODE_MAX:
         raise unknown("format", fmt, CODE_MAX)
     values = codes.view(torch.float8_e4m3fn if fmt == "e4m3" else torch.int8).double()

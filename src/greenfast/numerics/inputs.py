@@ -23,7 +23,7 @@ VARIANTS = ("shifted", "scaled", "outliers")
 
 
 def varied(tensors: list[Tensor], variant: str, seed: int) -> list[Tensor]:
-    """float16 tensors (..., rows, columns) as a variant changes them; their own for "normal".
+    """Return float16 tensors (..., rows, columns) as a variant changes them; unchanged for "normal".
 
     shifted: 2 is added to all. scaled: every second row is 16 times as large, the others 1/64. outliers: one element
     of each leading slice, at a place that depends on the seed, is 200. Raises UsageError for any other name.

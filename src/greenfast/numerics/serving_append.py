@@ -76,7 +76,7 @@ def _quantize(x: Tensor, scale: Tensor, pages: Tensor, places: Tensor) -> Tensor
 
 
 def _encode(x: Tensor) -> Tensor:
-    """The nearest E4M3 codes (uint8), saturating."""
+    """Return the nearest E4M3 codes (uint8), saturating."""
     limit = CODE_MAX["e4m3"]
     codes = x.clamp(-limit, limit).to(torch.float8_e4m3fn).view(torch.uint8)
     return codes.masked_fill(x.isnan(), _NAN_CODE)

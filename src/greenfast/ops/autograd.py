@@ -126,7 +126,7 @@ def _refuse_gradients(message: str, needed: Any, shapes: Any, grad: Tensor) -> l
 
 
 def refuse_gradient(grad: Tensor, size: list[int], message: str) -> Tensor:
-    """``torch.ops.greenfast.refuse_gradient``: return zeros, (*size).
+    """Compute ``torch.ops.greenfast.refuse_gradient``: return zeros, (*size).
 
     Raises NotImplementedError unless ``grad`` is zero.
     """

@@ -188,7 +188,7 @@ def get_buffer_dtype(name: str) -> torch.dtype:
 
 
 def quantize(query: Tensor, key: Tensor, value: Tensor, *choices: Any) -> tuple[Tensor, ...]:
-    """``torch.ops.greenfast.quantize`` of CUDA tensors. choices: its arguments after the tensors."""
+    """Compute ``torch.ops.greenfast.quantize`` of CUDA tensors. choices: its arguments after the tensors."""
     check_tensors(query, key, value)
     config = _build_config(query.shape[3], query.dtype, *choices)
     if query.numel() == 0 or key.numel() == 0 or config.value_scales != "block":
@@ -198,7 +198,7 @@ def quantize(query: Tensor, key: Tensor, value: Tensor, *choices: Any) -> tuple[
 
 
 def quantize_block(tensors: Extras, prologue: qkv.Prologue | None, *choices: Any) -> tuple[Tensor, ...]:
-    """``torch.ops.greenfast.quantize_block`` and ``quantize_parts`` of CUDA tensors, with scales of blocks.
+    """Compute ``torch.ops.greenfast.quantize_block`` and ``quantize_parts`` of CUDA tensors, with scales of blocks.
 
     tensors: of the operator, in its order. They are checked and not empty, and kernels can read them. choices: as for
     ``quantize``.
@@ -235,12 +235,12 @@ def _get_joined_shapes(query: Tensor, key: Tensor, prologue: qkv.Prologue | None
 
 
 def attention(query: Tensor, *args: Any) -> Tensor:
-    """``torch.ops.greenfast.attention`` of CUDA tensors."""
+    """Compute ``torch.ops.greenfast.attention`` of CUDA tensors."""
     return _attention(False, query, *args)[0]
 
 
 def attention_lse(query: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
-    """``torch.ops.greenfast.attention_lse`` of CUDA tensors; the log-sum-exp is without the mean of the keys."""
+    """Compute ``torch.ops.greenfast.attention_lse`` of CUDA tensors; the log-sum-exp lacks the keys' mean."""
     return _attention(True, query, *args)
 
 
@@ -282,14 +282,14 @@ def _attention(
 
 
 def sdpa(query: Tensor, key: Tensor, value: Tensor, precision: str, causal: int, scale: float) -> Tensor:
-    """``torch.ops.greenfast.sdpa`` of CUDA tensors."""
+    """Compute ``torch.ops.greenfast.sdpa`` of CUDA tensors."""
     return _sdpa(False, query, key, value, precision, causal, scale)[0]
 
 
 def sdpa_lse(
     query: Tensor, key: Tensor, value: Tensor, precision: str, causal: int, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """``torch.ops.greenfast.sdpa_lse`` of CUDA tensors."""
+    """Compute ``torch.ops.greenfast.sdpa_lse`` of CUDA tensors."""
     out, extras = _sdpa(True, query, key, value, precision, causal, scale)
     if len(extras) == 1:
         return out, extras[0]
@@ -391,7 +391,7 @@ def has_block_scales(device: int) -> bool:
 def block(
     tensors: Extras, prologue: qkv.Prologue, precision: str, causal: int, scale: float
 ) -> tuple[Tensor, LaunchPlan]:
-    """``torch.ops.greenfast.block`` and ``block_parts`` of CUDA tensors, on a GPU with scales of blocks.
+    """Compute ``torch.ops.greenfast.block`` and ``block_parts`` of CUDA tensors, on a GPU with scales of blocks.
 
     tensors: as for ``quantize_block``. Returns the plan of the launches too.
     """
@@ -433,7 +433,7 @@ def varlen(
     sinks: Tensor | None, max_q: int, max_k: int, precision: str, left: int, right: int, softcap: float, scale: float,
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """``torch.ops.greenfast.varlen`` and ``varlen_lse`` of CUDA tensors. out: contiguous, for the output."""
+    """Compute ``torch.ops.greenfast.varlen`` and ``varlen_lse`` of CUDA tensors. out: contiguous, for the output."""
     out = query.new_empty(query.shape) if out is None else out
     lengths = [x for x in (cu_seq_q, cu_seq_k, seqused_k, sinks) if x is not None]
     sums = query.new_empty((query.shape[1], query.shape[0]), dtype=torch.float32) if lse else out
@@ -539,7 +539,7 @@ def masked(
     sinks: Tensor | None, counts: Tensor | None, entries: Tensor | None, bits: Tensor | None, precision: str,
     alignment: int, left: int, right: int, softcap: float, skip_threshold: float, scale: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """``torch.ops.greenfast.masked`` and ``masked_lse`` of CUDA tensors."""
+    """Compute ``torch.ops.greenfast.masked`` and ``masked_lse`` of CUDA tensors."""
     options = (precision, alignment, left, right, softcap, skip_threshold, scale)
     out, results = _masked(lse, query, key, value, kv_lengths, kv_rows, sinks, counts, entries, bits, *options)
     if not lse:
@@ -635,7 +635,7 @@ def masked_codes(
     bits: Tensor | None, precision: str, head_dim: int, key_length: int, dtype: torch.dtype, alignment: int, left: int,
     right: int, softcap: float, skip_threshold: float, scale: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """``torch.ops.greenfast.masked_codes`` and ``masked_codes_lse`` of CUDA tensors."""
+    """Compute ``torch.ops.greenfast.masked_codes`` and ``masked_codes_lse`` of CUDA tensors."""
     extras = (kv_lengths, sinks, counts, entries, bits)
     options = (precision, head_dim, key_length, dtype, alignment, left, right, softcap, skip_threshold, scale)
     codes = (query, key, value, query_scale, key_scale, value_scale)
@@ -782,7 +782,7 @@ def _build_sdpa_plan(query: Tensor, key: Tensor, value: Tensor, config: Attentio
 
 
 def block_mask(mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """``torch.ops.greenfast.block_mask`` of a CUDA tensor."""
+    """Compute ``torch.ops.greenfast.block_mask`` of a CUDA tensor."""
     plan_key = ("block_mask", mask.shape, mask.stride(), mask.dtype, mask.get_device())
     sizes = mask_kernels.MaskSizes(*mask.shape)
     packing = partial(mask_kernels.pack_launch, sizes, mask.stride())
@@ -790,7 +790,7 @@ def block_mask(mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def segment_mask(q_segments: Tensor, kv_segments: Tensor, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """``torch.ops.greenfast.segment_mask`` of CUDA tensors."""
+    """Compute ``torch.ops.greenfast.segment_mask`` of CUDA tensors."""
     dtype = torch.promote_types(q_segments.dtype, kv_segments.dtype)
     segments = {"q_segments": q_segments, "kv_segments": kv_segments}
     segments = {name: x.to(dtype).contiguous() for name, x in segments.items()}
@@ -823,7 +823,7 @@ def _pack_mask(
 
 
 def block_lists(list_counts: Tensor, indices: Tensor, kv_len: int) -> tuple[Tensor, Tensor, Tensor]:
-    """``torch.ops.greenfast.block_lists`` of CUDA tensors."""
+    """Compute ``torch.ops.greenfast.block_lists`` of CUDA tensors."""
     if list_counts.dtype != indices.dtype:
         list_counts = list_counts.to(torch.int64)
         indices = indices.to(torch.int64)

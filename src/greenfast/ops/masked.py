@@ -503,7 +503,7 @@ def _masked_kept_cpu(
     query: Tensor, key: Tensor, value: Tensor, precision: str, kv_lengths: Tensor | None, kv_rows: Tensor | None,
     alignment: int, window_left: int, window_right: int, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """``torch.ops.greenfast.masked_kept``: the output, the log-sum-exp of keys minus a vector, and this vector: 0."""
+    """Compute ``torch.ops.greenfast.masked_kept``: output, log-sum-exp of keys minus a vector, and this vector: 0."""
     lists = (None, None, None, None)
     limits = (alignment, window_left, window_right)
     out, lse = _masked_cpu(query, key, value, kv_lengths, kv_rows, *lists, precision, *limits, 0.0, 0.0, scale)
@@ -533,7 +533,7 @@ def _masked_kept_backward_cpu(
     kv_lengths: Tensor | None, kv_rows: Tensor | None, alignment: int, window_left: int, window_right: int,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """``torch.ops.greenfast.masked_kept_backward`` of CPU tensors: the exact gradients, in float32."""
+    """Compute ``torch.ops.greenfast.masked_kept_backward`` of CPU tensors: the exact gradients, in float32."""
     lists = (None, None, None, None)
     limits = (alignment, window_left, window_right)
     return _backward(grad, query, key, value, kv_lengths, kv_rows, *lists, "fp8", *limits, 0.0, 0.0, scale)[:3]

@@ -137,7 +137,7 @@ def sdpa(
     skip_threshold: float = 0.0,
     backward: Backward = "16bit",
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """FP8 attention with the signature of ``torch.nn.functional.scaled_dot_product_attention``.
+    """Compute FP8 attention, with the signature of ``torch.nn.functional.scaled_dot_product_attention``.
 
     query: (B, H, S, D); key and value: (B, HK, KV, D). HK is H, or with ``enable_gqa`` a divisor of H. The dtype is
     float16 or bfloat16, strides are arbitrary, D is a multiple of 8 up to 256. Shapes (..., S, D) with any number of

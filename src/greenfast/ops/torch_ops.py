@@ -64,7 +64,7 @@ def quantize_cpu(
     query: Tensor, key: Tensor, value: Tensor, precision: str, blocks: bool, values: str, key_mean: bool,
     rotate: bool,
 ) -> QuantizedTensors:  # fmt: skip
-    """``torch.ops.greenfast.quantize`` of CPU tensors."""
+    """Compute ``torch.ops.greenfast.quantize`` of CPU tensors."""
     check_tensors(query, key, value)
     config = build_config(query.shape[3], query.dtype, precision, blocks, values, key_mean, rotate)
     return reference.quantize(query, key, value, config).tensors()
@@ -135,7 +135,7 @@ def _sdpa_lse_cpu(
 def _sdpa_kept_cpu(
     query: Tensor, key: Tensor, value: Tensor, precision: str, causal: int, scale: float, bits: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``torch.ops.greenfast.sdpa_kept``: the output, its log-sum-exp without the keys' mean, and this mean, rotated.
+    """Compute ``torch.ops.greenfast.sdpa_kept``: output, log-sum-exp without the keys' mean, and this mean, rotated.
 
     bits: of the products in the backward pass, 8 or 16.
     """
@@ -152,7 +152,7 @@ def _sdpa_kept_backward_cpu(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, key_mean: Tensor, causal: int,
     scale: float, bits: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """``torch.ops.greenfast.sdpa_kept_backward`` of CPU tensors: the exact gradients, in float32."""
+    """Compute ``torch.ops.greenfast.sdpa_kept_backward`` of CPU tensors: the exact gradients, in float32."""
     return reference.compute_gradients(grad, query, key, value, causal, scale)
 
 

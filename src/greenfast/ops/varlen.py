@@ -66,7 +66,7 @@ def varlen_attn(
     sinks: Tensor | None = None,
     precision: Precision = "fp8",
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """FP8 attention of packed sequences, with the signature of ``torch.nn.attention.varlen.varlen_attn``.
+    """Compute FP8 attention of packed sequences, with the signature of ``torch.nn.attention.varlen.varlen_attn``.
 
     query: (total_q, H, D); key and value: (total_k, HK, D). HK is H, or with ``enable_gqa`` a divisor of H. The dtype
     is float16 or bfloat16, D is a multiple of 8 up to 256. Sequence i has the rows cu_seq_q[i] .. cu_seq_q[i + 1] - 1

@@ -117,7 +117,7 @@ def get_attention_plan(
 
 
 def paged_attention(*args: Any, lse: bool = True) -> tuple[Tensor, Tensor | None]:
-    """``torch.ops.greenfast.paged_attention`` of CUDA tensors; the tensor for the output may follow the arguments.
+    """Compute ``torch.ops.greenfast.paged_attention`` of CUDA tensors; a tensor for the output may be the last.
 
     lse: compute the log-sum-exp; otherwise it is None. Rows after the last of cu_seqlens_q are not written.
     """
@@ -211,7 +211,7 @@ def plan(
     cu_seqlens_q: Tensor, seqused_k: Tensor, max_seqlen_q: int, heads: int, kv_heads: int, head_dim: int, causal: bool,
     window_left: int, window_right: int, total_q: int | None = None, into: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """``torch.ops.greenfast.paged_attention_plan`` of CUDA tensors: int32 of ``get_plan_size`` elements.
+    """Compute ``torch.ops.greenfast.paged_attention_plan`` of CUDA tensors: int32 of ``get_plan_size`` elements.
 
     into: write to the memory of this plan, made for the same sizes.
     """
@@ -314,7 +314,7 @@ def token_slots(
     starts: Tensor, before: Tensor | None, block_table: Tensor | None, counted_from: Tensor | None, tokens: int,
     max_pages: int, page_size: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """``torch.ops.greenfast.token_slots`` of CUDA tensors."""
+    """Compute ``torch.ops.greenfast.token_slots`` of CUDA tensors."""
     batch = starts.shape[0] - 1
     slot_ids, positions = (starts.new_empty(tokens, dtype=torch.int64) for _ in range(2))
     lengths = starts.new_empty(batch)
@@ -346,7 +346,7 @@ def get_append_plan(*args: Any) -> LaunchPlan:
 
 
 def append_kv(*args: Any) -> Tensor:
-    """``torch.ops.greenfast.append_kv`` of CUDA tensors: return Q for attention, empty if q is None."""
+    """Compute ``torch.ops.greenfast.append_kv`` of CUDA tensors: return Q for attention, empty if q is None."""
     q, k, _, k_cache, v_cache = args[:5]
     if isinstance(k, Tensor) and k.dim() == 3 and k.shape[0] == 0:  # nothing to launch
         check_append(*args)

@@ -49,7 +49,7 @@ class Target:
 
     @staticmethod
     def of_device(compute_capability: tuple[int, int], multiprocessors: int = 0) -> Target:
-        """The best target for a device of this compute capability."""
+        """Return the best target for a device of this compute capability."""
         major, minor = compute_capability
         specific = f"sm_{major}{minor}a" if (major, minor) == (9, 0) else f"sm_{major}{minor}"
         if specific in _TARGETS:
@@ -73,7 +73,7 @@ class Target:
         return _TARGETS[self.name][0]
 
     def runs_on(self, compute_capability: tuple[int, int]) -> bool:
-        """Whether machine code for this target loads on a device of this compute capability."""
+        """Return whether machine code for this target loads on a device of this compute capability."""
         if self.name.endswith("a"):
             return compute_capability == self.capability
         return self.capability[0] == compute_capability[0] and self.capability[1] <= compute_capability[1]

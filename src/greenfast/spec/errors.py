@@ -67,7 +67,7 @@ class SolutionError(GreenfastError):
 
 
 def unknown(noun: str, got: str, allowed: Iterable[str]) -> UsageError:
-    """The error for an unknown name."""
+    """Return the error for an unknown name."""
     return UsageError(f"unknown {noun} {got!r}; allowed: {', '.join(sorted(allowed))}")
 
 

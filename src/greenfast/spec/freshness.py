@@ -26,7 +26,7 @@ class Freshness:
     other_compiler: bool = False
 
     def __str__(self) -> str:
-        """The status with its reasons, of many the first three and how many more there are."""
+        """Return the status with its first three reasons and the number of further ones."""
         more = len(self.reasons) - _MAX_SHOWN
         shown = [*self.reasons[:_MAX_SHOWN], *([f"and {more} more of the kind"] if more > 0 else [])]
         return f"{self.status}: {'; '.join(shown)}" if self.reasons else self.status

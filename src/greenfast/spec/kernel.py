@@ -94,7 +94,7 @@ class Packed:
     pointers: tuple[tuple[int, str, int], ...] = ()
 
     def layout(self, pointer_to: Callable[[str], int]) -> bytes:
-        """The bytes, with the addresses of buffers."""
+        """Return the bytes, with the addresses of buffers."""
         data = bytearray(self.data)
         for start, buffer, offset in self.pointers:
             data[start : start + 8] = (pointer_to(buffer) + offset).to_bytes(8, "little")
@@ -114,7 +114,7 @@ def value_bytes(
     pointer_to: Callable[[str], int],
     encode: Callable[[TensorMap], bytes],
 ) -> bytes:
-    """The bytes of an argument; pointer_to: the address of a buffer. encode: the bytes of a tensor map."""
+    """Return the bytes of an argument; pointer_to: the address of a buffer. encode: the bytes of a tensor map."""
     if isinstance(argument, str):
         return pointer_to(argument).to_bytes(8, "little")
     if isinstance(argument, TensorMap):
@@ -306,7 +306,7 @@ class Family(Protocol):
         """
 
     def launch(self, toggles: Mapping[str, int], fmt: str, dims: Mapping[str, int]) -> Launch:
-        """The grid and arguments of that kernel for a shape; arguments name buffers of the problem's case."""
+        """Return the grid and arguments of that kernel for a shape; arguments name buffers of the problem's case."""
 
 
 def render_program(

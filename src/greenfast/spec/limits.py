@@ -212,7 +212,7 @@ def compute_floor(device: DeviceInfo | None, work: Mapping[str, int], written: i
 
 
 def _short(value: float) -> str:
-    """A number with the prefix of its size, such as "4.29 G"."""
+    """Format a number with the prefix of its size, such as "4.29 G"."""
     for prefix in ("", "k", "M", "G", "T", "P"):
         if value < 1000 or prefix == "P":
             break

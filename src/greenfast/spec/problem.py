@@ -18,7 +18,7 @@ Array = NDArray[Any]
 
 
 def to_dtype(name: str) -> np.dtype[Any]:
-    """The NumPy dtype of that name, also one that ml_dtypes adds. Raises TypeError for another name."""
+    """Return the NumPy dtype of that name, including the dtypes of ml_dtypes. Raises TypeError for another name."""
     try:
         return np.dtype(name)
     except TypeError:

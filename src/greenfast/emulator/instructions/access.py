@@ -389,7 +389,7 @@ def _commit(m: ResidentBlocks, lanes: ThreadSet) -> None:
 
 
 def _deliver_all(m: ResidentBlocks, lanes: ThreadSet) -> None:
-    """wait_all: copies that no commit has put into a group count as well."""
+    """Complete all copies (wait_all), also copies without a commit."""
     _commit(m, lanes)
     deliver(m, lanes, 0)
 

@@ -308,7 +308,7 @@ def extreme(smaller: bool) -> Callable[[Instruction], Operation]:
         usual, bits, dtype = np.fmin if smaller else np.fmax, _unsigned(kind), parse_dtype(kind)
 
         def numbers(a: Values, b: Values) -> Values:
-            """NumPy's, where signs of zero and NaN do not decide; it takes a quarter of the time."""
+            """Use NumPy's function unless signs of zero or NaN decide: it takes a quarter of the time."""
             result: Values = np.asarray(usual(a, b))
             if np.count_nonzero(result) == result.size and not np.count_nonzero(result != result):
                 return result

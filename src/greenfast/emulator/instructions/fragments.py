@@ -26,7 +26,7 @@ _GROUPS, _MEMBERS = 8, 4  # lanes of a warp: number of groups, and of members of
 
 
 def parse_shape(i: Instruction) -> tuple[int, int, int]:
-    """M, N and K of a product or tile."""
+    """Return M, N and K of a product or tile."""
     for part in i.parts:
         result = re.fullmatch(r"m(\d+)n(\d+)k(\d+)", part)
         if result:

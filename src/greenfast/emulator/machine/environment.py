@@ -39,7 +39,7 @@ class Surroundings:
         return start + rate * executed
 
     def place_blocks(self, block: NDArray[np.int64]) -> NDArray[np.int64]:
-        """%smid of blocks. Nothing promises that each multiprocessor gets a block: every second one gets none."""
+        """Return %smid of blocks. Every second multiprocessor gets none: CUDA does not promise one to each."""
         count = self.multiprocessors
         location = block % (count // 2) * 2
         return count - 2 - location if self.turned else location + 1

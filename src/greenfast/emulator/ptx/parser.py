@@ -282,7 +282,7 @@ def _register_parameter(declaration: str, function: Function) -> list[Variable] 
 
 
 def _statement(statement: str, function: Function, source: SourceLine | None, scope: Scope) -> None:
-    """One statement of a body: a declaration, a directive to skip, or an instruction."""
+    """Parse one statement of a body: a declaration, a directive to skip, or an instruction."""
     if re.match(r"\.reg\b", statement):
         declared = re.match(r"\.reg\s*(?:\.v([24])\s*)?\.(\w+)\s+(.*)$", statement)
         if declared is None or declared[2] not in SIZES:
@@ -449,7 +449,7 @@ _PLAIN = re.compile(r"%(?!pm)[a-z]{1,2}\d+")
 
 @lru_cache(maxsize=1 << 14)  # a kernel names each of its registers several times
 def _operand(text: str, of_call: bool = False) -> Operand | _Element | _Sum:
-    """One operand. Raises UsageError for text that is none."""
+    """Parse one operand. Raises UsageError for invalid text."""
     if _PLAIN.fullmatch(text):
         return Register(text)
     tokens = Tokens(text, "the operand")

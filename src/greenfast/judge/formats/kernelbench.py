@@ -53,7 +53,7 @@ def run(*inputs):
 
 
 def is_kernelbench(path: Path, model: str = MODEL) -> bool:
-    """Whether a Python file defines the class ``Model`` (a problem) or ``ModelNew`` (a solution). Does not run it."""
+    """Return whether a Python file defines the class ``Model`` (problem) or ``ModelNew`` (solution). It is not run."""
     if path.suffix != ".py" or not path.is_file():
         return False
     try:

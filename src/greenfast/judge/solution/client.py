@@ -261,7 +261,7 @@ class SolutionProcess:
         return path
 
     def raised(self, said: ExceptionReply) -> SolutionError:
-        """The error for an exception of the solution's code."""
+        """Return the error for an exception of the solution's code."""
         lines = "".join(f"\n  {line}" for line in said.lines[-5:])
         how = f"it {'called' if said.exits else 'raised'} {said.text}{lines}"
         return SolutionError(_shown(f"{self._what}: the solution ended without a verdict: {how}{sandbox_hint(how)}"))

@@ -62,7 +62,7 @@ class Tiling:
 
 
 def stages_queries(head_dim: int) -> bool:
-    """Whether an unquantized Q is loaded through the stages of K and V, for lack of shared memory."""
+    """Return whether an unquantized Q is loaded through the stages of K and V, for lack of shared memory."""
     return head_dim == HEAD_DIMS[-1]
 
 

@@ -141,7 +141,7 @@ extern "C" __global__ void __launch_bounds__({_PLAN_THREADS}, 1)
 def plan_launch(
     config: ServingConfig, sizes: ServingSizes, window: tuple[int, int], multiprocessors: int = TARGET.multiprocessors
 ) -> Launch:
-    """One block. window: (left, right), -1 for an open side; causal is right = 0."""
+    """Return the launch of the plan, one block. window: (left, right), -1 for an open side; causal is right = 0."""
     blocks = grid_blocks(config, sizes, multiprocessors)
     return Launch(
         grid=(1, 1, 1),
@@ -227,7 +227,7 @@ def launch(
     optional: frozenset[str] = frozenset(),
     multiprocessors: int = TARGET.multiprocessors,
 ) -> Launch:
-    """optional: which of the buffers "q_scale", "sinks" and "lse" there are. window: as in ``plan_launch``."""
+    """Return the launch. optional: the existing ones of "q_scale", "sinks", "lse". window: as in ``plan_launch``."""
     blocks = grid_blocks(config, sizes, multiprocessors)
     panel = min(config.head_dim, 128)
     scale = 1.0 / math.sqrt(config.head_dim) if softmax_scale is None else softmax_scale

@@ -22,7 +22,7 @@ def _vector(toggles: Mapping[str, int], dims: Mapping[str, int]) -> int:
 def kernel(
     toggles: Mapping[str, int], fmt: str, dims: Mapping[str, int], *, instrumented: bool = False
 ) -> KernelSource:
-    """The source for a shape; shapes with equal sources share a kernel."""
+    """Return the source for a shape; shapes with equal sources share a kernel."""
     source = f"""struct alignas({4 * _vector(toggles, dims)}) Pack {{
   float values[{_vector(toggles, dims)}];
 }};
@@ -40,6 +40,6 @@ extern "C" __global__ void add(const Pack* x, const Pack* y, Pack* z, int packs)
 
 
 def launch(toggles: Mapping[str, int], fmt: str, dims: Mapping[str, int]) -> Launch:
-    """The grid, and the arguments in the order of the kernel's parameters: names of buffers, and typed scalars."""
+    """Return the grid, and the arguments in the kernel's order: names of buffers, and typed scalars."""
     packs = dims["N"] // _vector(toggles, dims)
     return Launch(grid=(-(-packs // _THREADS), 1, 1), args=("x", "y", "z", np.int32(packs)))

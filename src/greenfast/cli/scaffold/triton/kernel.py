@@ -6,7 +6,7 @@ import triton.language as tl
 
 @triton.jit
 def add(x, y, z, n, BLOCK: tl.constexpr):
-    """One block of elements per program."""
+    """Add one block of elements per program."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = i < n
     tl.store(z + i, tl.load(x + i, mask=inside) + tl.load(y + i, mask=inside), mask=inside)

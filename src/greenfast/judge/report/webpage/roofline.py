@@ -46,7 +46,7 @@ class _Point:
         return self.work.least.get("matrix_flops", 0) / self.us * 1e6
 
     def share(self, kind: str) -> str:
-        """The minimum time of this kind of work over the measured time."""
+        """Format the minimum time of this kind of work over the measured time."""
         return formatting.percent(self.least_us[kind] / self.us) if kind in self.least_us else formatting.NONE
 
 
