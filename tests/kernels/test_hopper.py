@@ -122,7 +122,7 @@ def test_fixed_tiles_depend_on_no_size(causal: int, monkeypatch: pytest.MonkeyPa
 
 def test_the_variable_that_fixes_the_tiles() -> None:
     assert [heuristics.read_batch_invariant(value) for value in (None, "", "0", "1")] == [False, False, False, True]
-    with pytest.raises(UsageError, match="GREENFAST_BATCH_INVARIANT='yes': allowed are 0 and 1"):
+    with pytest.raises(UsageError, match="GREENFAST_BATCH_INVARIANT='yes': allowed are 0, and 1"):
         heuristics.read_batch_invariant("yes")
 
 

@@ -54,7 +54,9 @@ def calls() -> list[partial[Any]]:
         inputs = tensors(*shape, 64, torch.float16, False)
         codes = quantize(*inputs, precision=precision, scales=scales, value_scales=values)  # type: ignore[arg-type]
         fields = (*codes.tensors()[:6], precision, 64, shape[3])
-        result += [partial(op, *fields, *more) for more in OUTPUTS for op in (cuda.attention, cuda.attention_lse)]
+        result += [
+            partial(op, *fields, *more) for more in OUTPUTS for op in (cuda.attention, partial(cuda.attend_codes, True))
+        ]
     return result
 
 

@@ -6,7 +6,7 @@ two allocations and its launches. Calls that skip the dispatcher are found earli
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import lru_cache, partial
 from math import prod
@@ -35,8 +35,8 @@ from greenfast.ops.arguments import MASKED_ON_HOPPER, PACKED_ON_HOPPER, has_key_
 from greenfast.ops.launch_plans import (
     LaunchPlan,
     LaunchStep,
+    build_plan,
     get_target,
-    lay_out_workspace,
     put_bounded,
     require_hopper,
 )
@@ -182,6 +182,12 @@ def get_quantized_shapes(query: Shape, key: Shape, config: AttentionConfig) -> d
     }
 
 
+def _count_code_bytes(query: Shape, key: Shape, config: AttentionConfig) -> dict[str, int]:
+    """Return the bytes of the buffers of ``get_quantized_shapes``."""
+    shapes = get_quantized_shapes(query, key, config)
+    return {name: prod(shape) * get_buffer_dtype(name).itemsize for name, shape in shapes.items()}
+
+
 def get_buffer_dtype(name: str) -> torch.dtype:
     """Return the dtype of a buffer of ``get_quantized_shapes``."""
     return torch.uint8 if name.endswith("codes") else torch.float32
@@ -213,8 +219,8 @@ def quantize_block(tensors: Extras, prologue: qkv.Prologue | None, *choices: Any
     if plan is None:
         names = ("q", "k", "v", *(() if prologue is None else prologue.buffers()), *buffers)
         steps = build_quantize_steps(query, key, value, config, prologue)
-        work, size = lay_out_workspace(_get_norm_bytes(query, key, prologue))
-        plan = put_bounded(_PLANS, plan_key, LaunchPlan(device, steps, names, work, size), _MAX_PLANS)
+        built = build_plan(device, steps, names, _get_norm_bytes(query, key, prologue))
+        plan = put_bounded(_PLANS, plan_key, built, _MAX_PLANS)
     plan.launch([x.data_ptr() for x in (*(x for x in tensors if x is not None), *buffers.values())])
     return tuple(buffers.values())
 
@@ -236,20 +242,18 @@ def _get_joined_shapes(query: Tensor, key: Tensor, prologue: qkv.Prologue | None
 
 def attention(query: Tensor, *args: Any) -> Tensor:
     """Compute ``torch.ops.greenfast.attention`` of CUDA tensors."""
-    return _attention(False, query, *args)[0]
+    return attend_codes(False, query, *args)[0]
 
 
-def attention_lse(query: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
-    """Compute ``torch.ops.greenfast.attention_lse`` of CUDA tensors; the log-sum-exp lacks the keys' mean."""
-    return _attention(True, query, *args)
-
-
-def _attention(
+def attend_codes(
     lse: bool, query: Tensor, key: Tensor, value: Tensor, query_scale: Tensor, key_scale: Tensor, value_scale: Tensor,
     precision: str, head_dim: int, key_length: int, dtype: torch.dtype, causal: int, scale: float,
     strides: tuple[int, ...] | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """strides: the strides of the output; contiguous by default."""
+    """Compute ``torch.ops.greenfast.attention`` and ``attention_lse`` of CUDA tensors.
+
+    strides: the strides of the output; contiguous by default. The log-sum-exp is without the mean of the keys.
+    """
     device, shape = query.get_device(), query.shape
     out_shape = (*shape[:3], head_dim)
     if strides is None:
@@ -273,7 +277,7 @@ def _attention(
         plan = put_bounded(_PLANS, plan_key, LaunchPlan(device, (step,), ATTENTION_BUFFERS), _MAX_PLANS)
     codes = query.data_ptr(), key.data_ptr(), value.data_ptr()
     if not is_aligned(codes[0] | codes[1] | codes[2]):
-        return _attention(
+        return attend_codes(
             lse, query.clone(), key.clone(), value.clone(), query_scale, key_scale, value_scale, precision, head_dim,
             key_length, dtype, causal, scale, strides,
         )  # fmt: skip
@@ -305,10 +309,17 @@ def sdpa_kept(
     The log-sum-exp lacks the contribution of the keys' mean: computing it would take PyTorch a pass over Q in float32,
     and the backward pass adds the contribution of another mean anyway.
     """
-    out, (lse, *means) = _sdpa(True, query, key, value, precision, causal, scale)
-    if means:
-        return out, lse, means[0]
-    return out, lse, query.new_zeros((*key.shape[:2], pad_head_dim_size(query.shape[3])), dtype=torch.float32)
+    return _add_zero_mean(query, key, *_sdpa(True, query, key, value, precision, causal, scale))
+
+
+def _add_zero_mean(
+    query: Tensor, key: Tensor, out: Tensor, results: tuple[Tensor, ...]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the output, the log-sum-exp and the mean of the keys; results of no keys lack it."""
+    if len(results) == 1:
+        shape = (*key.shape[:2], pad_head_dim_size(query.shape[3]))
+        results = (*results, query.new_zeros(shape, dtype=torch.float32))
+    return out, *results  # type: ignore[return-value]
 
 
 def get_sdpa_plan(
@@ -351,22 +362,22 @@ def _sdpa(
         plan = put_bounded(_PLANS, plan_key, _build_sdpa_plan(query, key, value, config, scale), _MAX_PLANS)
     addresses = query.data_ptr(), key.data_ptr(), value.data_ptr()
     if not is_aligned(addresses[0] | addresses[1] | addresses[2]):
-        return _sdpa(
-            lse,
-            make_tma_compatible(query),
-            make_tma_compatible(key),
-            make_tma_compatible(value),
-            precision,
-            causal,
-            scale,
-        )
-    out = query.new_empty_strided(shape, plan.out_strides)
-    extras: tuple[Tensor, ...] = ()
+        q, k, v = make_tma_compatible(query), make_tma_compatible(key), make_tma_compatible(value)
+        return _sdpa(lse, q, k, v, precision, causal, scale)
+    return _launch_attention(plan, lse, query, key, addresses)
+
+
+def _launch_attention(
+    plan: LaunchPlan, lse: bool, query: Tensor, key: Tensor, addresses: Iterable[int]
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Return the output, and with ``lse`` the log-sum-exp and the mean of the keys. addresses: of a plan's inputs."""
+    out = query.new_empty_strided(query.shape, plan.out_strides)
+    results: tuple[Tensor, ...] = ()
     if lse:
-        sums = query.new_empty(shape[:3], dtype=torch.float32)
-        extras = (sums, query.new_empty((*key.shape[:2], plan.head_dim), dtype=torch.float32))
-    plan.launch([*addresses, out.data_ptr(), *[x.data_ptr() for x in extras]])
-    return out, extras
+        sums = query.new_empty(query.shape[:3], dtype=torch.float32)
+        results = (sums, query.new_empty((*key.shape[:2], plan.head_dim), dtype=torch.float32))
+    plan.launch([*addresses, out.data_ptr(), *[x.data_ptr() for x in results]])
+    return out, results
 
 
 def _sdpa_unfused(
@@ -375,7 +386,7 @@ def _sdpa_unfused(
     """Compute ``_sdpa`` with one scale per head. PyTorch quantizes in several passes."""
     choose_kernel(get_target(query.get_device()), config, get_sizes(query.shape, key.shape))  # raise before any work
     codes, lse = reference.quantize(query, key, value, config), config.log_sum_exp
-    out, sums = _attention(
+    out, sums = attend_codes(
         lse, codes.query, codes.key, codes.value, codes.query_scale, codes.key_scale, codes.value_scale,
         codes.precision, query.shape[3], key.shape[2], query.dtype, int(config.mask), scale,
         row_strides(query, query.shape[3]),
@@ -414,18 +425,14 @@ def _build_block_plan(
     sizes, out_strides = _get_joined_sizes(query, key, prologue), row_strides(query, config.columns)
     if prologue.second is not None:
         out_strides = joined_strides(query, sizes.q_len)
-    query_shape, key_shape = _get_joined_shapes(query, key, prologue)
     steps = (
         *build_quantize_steps(query, key, value, config, prologue),
         build_attention_step(config, sizes, scale, get_target(device), Strides(out=out_strides[:3])),
     )
-    codes = {
-        name: torch.Size(shape).numel() * get_buffer_dtype(name).itemsize
-        for name, shape in get_quantized_shapes(query_shape, key_shape, config).items()
-    }
-    work, size = lay_out_workspace(codes | _get_norm_bytes(query, key, prologue))
+    code_bytes = _count_code_bytes(*_get_joined_shapes(query, key, prologue), config)
+    norm_bytes = _get_norm_bytes(query, key, prologue)
     names = ("q", "k", "v", *prologue.buffers(), "out")
-    return LaunchPlan(device, steps, names, work, size, config.head_dim, out_strides)
+    return build_plan(device, steps, names, code_bytes | norm_bytes, config.head_dim, out_strides)
 
 
 def varlen(
@@ -523,15 +530,13 @@ def _build_varlen_plan(
         ),
         {"k": "k_codes", "v_t": "v_codes"},
     )
-    work, size = lay_out_workspace({
-        name: torch.Size(shape).numel() * getattr(torch, dtype).itemsize
-        for name, (dtype, shape) in packed.buffer_shapes(config, sizes, tiles).items()
-        if not (lse and config.key_mean and name == "k_mean")  # the caller allocates it
-    })  # fmt: skip
+    buffers = packed.buffer_shapes(config, sizes, tiles).items()
+    buffer_bytes = {name: prod(shape) * getattr(torch, dtype).itemsize for name, (dtype, shape) in buffers}
     given = [name for name, has in (("seqused_k", used), ("sinks", config.sinks)) if has]
     results = ("out", *(["lse"] if lse else []), *(["k_mean"] if lse and config.key_mean else []))
     names = ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", *given, *results)
-    return LaunchPlan(query.get_device(), (scheduling, quantizing, attending), names, work, size, config.head_dim)
+    steps = (scheduling, quantizing, attending)
+    return build_plan(query.get_device(), steps, names, buffer_bytes, config.head_dim)
 
 
 def masked(
@@ -558,13 +563,9 @@ def masked_kept(
 
     The mean of a sequence without keys is uninitialised.
     """
-    out, (lse, *means) = _masked(
-        True, query, key, value, kv_lengths, kv_rows, None, None, None, None, precision, alignment, left, right, 0.0,
-        0.0, scale,
-    )  # fmt: skip
-    if means:
-        return out, lse, means[0]
-    return out, lse, query.new_zeros((*key.shape[:2], pad_head_dim_size(query.shape[3])), dtype=torch.float32)
+    options = (precision, alignment, left, right, 0.0, 0.0, scale)
+    results = _masked(True, query, key, value, kv_lengths, kv_rows, None, None, None, None, *options)
+    return _add_zero_mean(query, key, *results)
 
 
 def _masked(
@@ -608,13 +609,7 @@ def _masked(
     if not is_aligned(addresses[0] | addresses[1] | addresses[2]):
         copies = [make_tma_compatible(x) for x in (query, key, value)]
         return _masked(lse, *copies, *extras, *options)  # type: ignore
-    out = query.new_empty_strided(shape, plan.out_strides)
-    results: tuple[Tensor, ...] = ()
-    if lse:
-        sums = query.new_empty(shape[:3], dtype=torch.float32)
-        results = (sums, query.new_empty((*key.shape[:2], plan.head_dim), dtype=torch.float32))
-    plan.launch([*addresses, *[x.data_ptr() for x in (*given, out, *results)]])
-    return out, results
+    return _launch_attention(plan, lse, query, key, [*addresses, *[x.data_ptr() for x in given]])
 
 
 def _get_lists(counts: Tensor | None, bits: Tensor | None) -> MaskLists | None:
@@ -678,16 +673,15 @@ def _build_codes_plan(
     steps = _build_scheduled_steps(
         config, sizes, tiles, Strides(), limits, shift, lists, scale, skip_threshold, target, lengths=lengths
     )
-    work, size = lay_out_workspace(schedule.buffer_bytes(schedule.max_tiles(sizes, tiles)))
-    given = {
-        "kv_lengths": lengths, "sinks": config.sinks, "counts": config.listed, "entries": config.listed,
-        "bits": config.listed,
-    }  # fmt: skip
-    names = (
-        *ATTENTION_BUFFERS[:6], *(name for name, has in given.items() if has), "out",
-        *(("lse",) if config.log_sum_exp else ()),
-    )  # fmt: skip
-    return LaunchPlan(device, steps, names, work, size, config.head_dim)
+    names = (*ATTENTION_BUFFERS[:6], *_list_inputs(config, lengths), "out", *(("lse",) if config.log_sum_exp else ()))
+    return build_plan(device, steps, names, schedule.buffer_bytes(schedule.max_tiles(sizes, tiles)), config.head_dim)
+
+
+def _list_inputs(config: AttentionConfig, lengths: bool, gathered: bool = False) -> tuple[str, ...]:
+    """Return the names of the inputs of a mask, in the order of the operators."""
+    given = (("kv_lengths", lengths), ("kv_rows", gathered), ("sinks", config.sinks))
+    lists = ("counts", "entries", "bits") if config.listed else ()
+    return (*(name for name, has in given if has), *lists)
 
 
 def _tile_window(
@@ -743,42 +737,21 @@ def _build_masked_plan(
         config, sizes, tiles, Strides(query=query.stride()[:3], out=out_strides[:3]), limits, shift, lists, scale,
         skip_threshold, target, lengths=lengths,
     )  # fmt: skip
+    code_bytes = _count_code_bytes(query.shape, key.shape, config)
+    schedule_bytes = schedule.buffer_bytes(schedule.max_tiles(sizes, tiles))
+    results = ("out", "lse", "k_mean") if config.log_sum_exp else ("out",)
+    names = ("q", "k", "v", *_list_inputs(config, lengths, gathered), *results)
     steps = (quantizing, *scheduled)
-    used = set().union(*(step.buffers() for step in steps))
-    shapes = get_quantized_shapes(query.shape, key.shape, config)
-    work, size = lay_out_workspace({
-        **{
-            name: torch.Size(shape).numel() * get_buffer_dtype(name).itemsize
-            for name, shape in shapes.items()
-            if name in used and not (config.log_sum_exp and name == "k_mean")  # the caller allocates it
-        },
-        **schedule.buffer_bytes(schedule.max_tiles(sizes, tiles)),
-    })  # fmt: skip
-    given = {
-        "kv_lengths": lengths, "kv_rows": gathered, "sinks": config.sinks, "counts": config.listed,
-        "entries": config.listed, "bits": config.listed,
-    }  # fmt: skip
-    names = (
-        "q", "k", "v", *(name for name, has in given.items() if has), "out",
-        *(("lse", "k_mean") if config.log_sum_exp else ()),
-    )  # fmt: skip
-    return LaunchPlan(device, steps, names, work, size, config.head_dim, out_strides)
+    return build_plan(device, steps, names, code_bytes | schedule_bytes, config.head_dim, out_strides)
 
 
 def _build_sdpa_plan(query: Tensor, key: Tensor, value: Tensor, config: AttentionConfig, scale: float) -> LaunchPlan:
     """Build the plan of quantization and attention, with the quantized tensors in a workspace."""
     device = query.get_device()
     steps = build_sdpa_steps(query, key, value, config, scale, get_target(device))
-    used = set().union(*(step.buffers() for step in steps))
-    work, size = lay_out_workspace({
-        name: torch.Size(shape).numel() * get_buffer_dtype(name).itemsize
-        for name, shape in get_quantized_shapes(query.shape, key.shape, config).items()
-        # Attention may quantize Q itself, and the caller allocates the mean.
-        if name in used and not (config.log_sum_exp and name == "k_mean")
-    })  # fmt: skip
-    strides = row_strides(query, config.columns)
+    code_bytes, strides = _count_code_bytes(query.shape, key.shape, config), row_strides(query, config.columns)
     names = ("q", "k", "v", "out", *(("lse", "k_mean") if config.log_sum_exp else ()))
-    return LaunchPlan(device, steps, names, work, size, config.head_dim, strides)
+    return build_plan(device, steps, names, code_bytes, config.head_dim, strides)
 
 
 def block_mask(mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -814,9 +787,8 @@ def _pack_mask(
             return counts.zero_(), entries, bits.zero_()
         packing = LaunchStep(kernel(), launch())
         listing = LaunchStep(mask_kernels.list_kernel(), mask_kernels.list_launch(prod(blocks), sizes.key_tiles))
-        work, size = lay_out_workspace({"tiles": 4 * sizes.tiles})
         names = (*inputs, "counts", "entries", "bits")
-        built = LaunchPlan(like.get_device(), (packing, listing), names, work, size)
+        built = build_plan(like.get_device(), (packing, listing), names, {"tiles": 4 * sizes.tiles})
         plan = put_bounded(_PLANS, plan_key, built, _MAX_PLANS)
     plan.launch([x.data_ptr() for x in (*inputs.values(), counts, entries, bits)])
     return counts, entries, bits

@@ -191,6 +191,19 @@ def lay_out_workspace(sizes: Mapping[str, int]) -> tuple[dict[str, int], int]:
     return offsets, size
 
 
+def build_plan(
+    device: int, steps: Sequence[LaunchStep], names: tuple[str, ...], sizes: Mapping[str, int], head_dim: int = 0,
+    out_strides: tuple[int, ...] = (),
+) -> LaunchPlan:  # fmt: skip
+    """Build the plan of launches. Its other arguments are as in ``LaunchPlan``.
+
+    sizes: bytes of buffers. Those that the launches use, and that no call passes, are in the workspace.
+    """
+    used = set().union(*(step.buffers() for step in steps))
+    work, size = lay_out_workspace({name: n for name, n in sizes.items() if name in used and name not in names})
+    return LaunchPlan(device, tuple(steps), names, work, size, head_dim, out_strides)
+
+
 def concat_plans(
     parts: Sequence[tuple[LaunchPlan, Mapping[str, str]]], names: tuple[str, ...], temporary: Mapping[str, int]
 ) -> LaunchPlan:

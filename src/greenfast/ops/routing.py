@@ -200,6 +200,13 @@ def explain(
     return replace(forward, backward=chosen, backward_reason=why)
 
 
+def _add_reason(explanation: Explanation, reason: str) -> Explanation:
+    """Return the explanation of a call that a kernel computes with a further reason, unless that is empty."""
+    if not explanation.taken or not reason:
+        return explanation
+    return replace(explanation, reason=f"{explanation.reason}; {reason}")
+
+
 def choose_backward(
     backward: Backward, query: Any, key: Any, value: Any, mask: Any, plain: bool, options: ScoreOptions, causal: int,
     enable_gqa: bool, precision: str, gpu: Target | None = None,
@@ -274,35 +281,31 @@ def _find_unmeasured(query: Tensor, key: Tensor, masked: bool) -> str:
 
 
 def _explain_forward(
-    query: Tensor | Sequence[Tensor], key: Tensor | Sequence[Tensor], value: Tensor | Sequence[Tensor],
-    attn_mask: Tensor | BlockMask | None, dropout_p: float, is_causal: bool, scale: float | None, enable_gqa: bool, *,
-    precision: AutoPrecision, causal_alignment: Alignment, float32_as: torch.dtype | None, window: Sequence[int],
-    softcap: float, sinks: Tensor | None, kv_lengths: Tensor | None, skip_threshold: float, q_norm: Any = None,
-    rope: Any = None, norm: str = "rms", min_length: int | None, target: str | None,
+    query: Any, key: Any, value: Any, attn_mask: Any, *args: Any, q_norm: Any = None, rope: Any = None,
+    norm: str = "rms", **options: Any,
 ) -> Explanation:  # fmt: skip
-    """Compute ``explain`` without the backward pass."""
+    """Compute ``explain`` without the backward pass. args, options: its other arguments."""
     if _are_parts(query, key, value):
-        return _explain_parts(
-            RowArguments(query, key, value, q_norm, q_norm, norm, None, None, 0.0, rope, None, False), attn_mask,
-            dropout_p, is_causal, scale, enable_gqa, precision=precision, causal_alignment=causal_alignment,
-            float32_as=float32_as, window=window, softcap=softcap, sinks=sinks, kv_lengths=kv_lengths,
-            skip_threshold=skip_threshold, min_length=min_length, target=target,
-        )  # fmt: skip
-    query, key, value = cast(Tensor, query), cast(Tensor, key), cast(Tensor, value)
-    if q_norm is not None or rope is not None:
-        explanation = _explain_forward(
-            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, precision=precision,
-            causal_alignment=causal_alignment, float32_as=float32_as, window=window, softcap=softcap, sinks=sinks,
-            kv_lengths=kv_lengths, skip_threshold=skip_threshold, min_length=min_length, target=target,
-        )  # fmt: skip
-        if not explanation.taken:
-            return explanation
-        names = " and ".join(name for name, x in (("norm", q_norm), ("RoPE", rope)) if x is not None)
-        padding = kv_lengths is not None or (isinstance(attn_mask, Tensor) and attn_mask.shape[-2] == 1)
-        masked_grad = query.requires_grad and (attn_mask is not None or window != (-1, -1))
-        fused = explanation.kernel == "hopper" and not padding and not masked_grad
-        by = "in the pass that quantizes Q, K and V" if fused else "by PyTorch, before quantization"
-        return Explanation(explanation.kernel, f"{explanation.reason}; {names} {by}", explanation.precision)
+        row = RowArguments(query, key, value, q_norm, q_norm, norm, None, None, 0.0, rope, None, False)
+        return _explain_parts(row, attn_mask, *args, **options)
+    explanation = _explain_tensors(query, key, value, attn_mask, *args, **options)
+    if not explanation.taken or (q_norm is None and rope is None):
+        return explanation
+    names = " and ".join(name for name, x in (("norm", q_norm), ("RoPE", rope)) if x is not None)
+    padding = options["kv_lengths"] is not None or (isinstance(attn_mask, Tensor) and attn_mask.shape[-2] == 1)
+    masked_grad = query.requires_grad and (attn_mask is not None or options["window"] != (-1, -1))
+    fused = explanation.kernel == "hopper" and not padding and not masked_grad
+    by = "in the pass that quantizes Q, K and V" if fused else "by PyTorch, before quantization"
+    return _add_reason(explanation, f"{names} {by}")
+
+
+def _explain_tensors(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | BlockMask | None, dropout_p: float, is_causal: bool,
+    scale: float | None, enable_gqa: bool, *, precision: AutoPrecision, causal_alignment: Alignment,
+    float32_as: torch.dtype | None, window: Sequence[int], softcap: float, sinks: Tensor | None,
+    kv_lengths: Tensor | None, skip_threshold: float, min_length: int | None, target: str | None,
+) -> Explanation:  # fmt: skip
+    """Compute ``explain`` of a call without norm and RoPE on whole tensors, without the backward pass."""
     check_choice("precision", precision, SDPA_PRECISIONS)
     causal = parse_causal(is_causal, causal_alignment)
     check_flag("enable_gqa", enable_gqa)
@@ -341,22 +344,14 @@ def _explain_forward(
     if form.empty:
         return Explanation(NONE, "no rows, or no keys that they attend to: zeros, without a kernel", fixed)
     dtype = get_cast_dtype(query, float32_as)
-    if cost and (form.mask is None or isinstance(form.mask, BlockMask)):  # nothing of PyTorch's to compare with
-        kernel = _explain_kernel(query, form, dtype, fixed, gpu, jagged)
-        return Explanation(kernel.kernel, f"{kernel.reason}; {cost}", kernel.precision) if kernel.taken else kernel
-    if precision != "auto" and min_length is not None:
-        kernel = _explain_kernel(query, form, dtype, fixed, gpu, jagged)
-        return (
-            Explanation(kernel.kernel, f"{kernel.reason}; {cost}", kernel.precision)
-            if cost and kernel.taken
-            else kernel
-        )
-    faster, quote = _choose_faster(query, form, precision, gpu)
-    if not faster:
-        return Explanation(TORCH, quote)
-    kernel = _explain_kernel(query, form, dtype, faster, gpu, jagged)
-    quote = f"{quote}; {cost}" if cost else quote
-    return Explanation(kernel.kernel, f"{kernel.reason}; {quote}", kernel.precision) if kernel.taken else kernel
+    chosen, quote = str(fixed), ""
+    comparable = not cost or not (form.mask is None or isinstance(form.mask, BlockMask))  # with PyTorch's attention
+    if comparable and (precision == "auto" or min_length is None):
+        chosen, quote = _choose_faster(query, form, precision, gpu)
+        if not chosen:
+            return Explanation(TORCH, quote)
+    kernel = _explain_kernel(query, form, dtype, chosen, gpu, jagged)
+    return _add_reason(_add_reason(kernel, quote), cost)
 
 
 def _parse_target(text: str) -> Target:
@@ -415,7 +410,7 @@ def _explain_parts(row: RowArguments, *args: Any, **options: Any) -> Explanation
             *joined, *args, **options, q_norm=None if own else row.q_norm, rope=row.rope, norm=row.norm
         )
         by = "norms of the parts by PyTorch, then joined by a copy" if own else "parts joined by a copy"
-    return Explanation(explanation.kernel, f"{explanation.reason}; {by}", explanation.precision)
+    return _add_reason(explanation, by)
 
 
 def _choose_faster(query: Tensor, form: CanonicalCall, precision: str, gpu: Target | None) -> tuple[str, str]:

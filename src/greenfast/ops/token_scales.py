@@ -19,7 +19,7 @@ from greenfast.ops.layout import empty_rows, make_tma_compatible, pad_head_dim
 from greenfast.ops.quantized import check_tensors, pad_head_dim_size
 from greenfast.serving.call import AttentionCall, get_constant
 
-_ARGUMENTS = "(Tensor query, Tensor key, Tensor value, int causal, float scale)"
+_ARGUMENTS = "Tensor query, Tensor key, Tensor value, int causal, float scale"
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, causal: int, scale: float) -> tuple[Tensor, Tensor]:
@@ -76,25 +76,9 @@ def _has_contiguous_heads(x: Tensor) -> bool:
     return x.is_contiguous() and x.shape[0] > 1
 
 
-def _attend_without_lse(query: Tensor, key: Tensor, value: Tensor, causal: int, scale: float) -> Tensor:
-    return _attend(query, key, value, causal, scale)[0]
-
-
-def _infer_output(query: Tensor, key: Tensor, value: Tensor, causal: int, scale: float) -> Tensor:
-    check_tensors(query, key, value)
-    return empty_rows(query, query.shape[3])
-
-
-def _infer_outputs(query: Tensor, key: Tensor, value: Tensor, causal: int, scale: float) -> tuple[Tensor, Tensor]:
-    out = _infer_output(query, key, value, causal, scale)
-    return out, query.new_empty(query.shape[:3], dtype=torch.float32)
-
-
-for _name, _results, _function, _fake in (
-    ("sdpa_token", "Tensor", _attend_without_lse, _infer_output),
-    ("sdpa_token_lse", "(Tensor, Tensor)", _attend, _infer_outputs),
+for _name in torch_ops.define_pair(
+    "sdpa_token", _ARGUMENTS, _attend, lambda _, *args: _attend(*args), torch_ops.infer_attention
 ):
-    torch_ops.define_operator(_name, f"{_ARGUMENTS} -> {_results}", _function, _function, _fake)
     autograd.register(torch_ops.LIBRARY, _name, None, first=3)
     torch.library.register_vmap(
         f"greenfast::{_name}", torch_ops.build_vmap_rule(getattr(torch.ops.greenfast, _name)), lib=torch_ops.LIBRARY

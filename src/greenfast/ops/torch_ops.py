@@ -32,10 +32,6 @@ _QUANTIZED = (
 _NUM_CODES = 6  # tensors of ``attention``: codes and scales; causal and scale are its last arguments
 _SCHEMAS = {
     "quantize": f"({_INPUTS}, {_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-    "attention": f"({_QUANTIZED}) -> Tensor",
-    "attention_lse": f"({_QUANTIZED}) -> (Tensor, Tensor)",
-    "sdpa": f"({_INPUTS}, str precision, int causal, float scale) -> Tensor",
-    "sdpa_lse": f"({_INPUTS}, str precision, int causal, float scale) -> (Tensor, Tensor)",
     "sdpa_backward": f"(Tensor grad, {_INPUTS}, int causal, float scale) -> (Tensor, Tensor, Tensor)",
     "sdpa_kept": f"({_INPUTS}, str precision, int causal, float scale, int bits) -> (Tensor, Tensor, Tensor)",
     "sdpa_kept_backward": (
@@ -94,35 +90,29 @@ def _free_block_count(name: str, shape: tuple[Any, ...]) -> tuple[Any, ...]:
     return (*shape[:2], torch.library.get_ctx().new_dynamic_size(), *shape[3:])
 
 
-def _attention_cuda(*args: Any) -> Any:
+def _attention_cuda(lse: bool, *args: Any) -> Any:
     check_codes_once(args[:_NUM_CODES], *args[_NUM_CODES:-2])
-    return load_cuda().attention(*args)
+    return load_cuda().attend_codes(lse, *args)
 
 
-def _attention_lse_cuda(*args: Any) -> Any:
-    check_codes_once(args[:_NUM_CODES], *args[_NUM_CODES:-2])
-    return load_cuda().attention_lse(*args)
-
-
-def _attention_lse_cpu(*args: Any) -> tuple[Tensor, Tensor]:
+def _attention_cpu(*args: Any) -> tuple[Tensor, Tensor]:
     *tensors_and_options, causal, scale = args
     tensors, options = tensors_and_options[:_NUM_CODES], tensors_and_options[_NUM_CODES:]
     fields: tuple[Any, ...] = (*tensors, None, *options)  # without key_mean
     return reference.attention(QuantizedQKV(*fields), causal, scale)
 
 
-def _attention_lse_fake(query: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
+def _attention_fake(query: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
     *_, head_dim, _, dtype, _, _ = args
     out = query.new_empty((*query.shape[:3], head_dim), dtype=dtype)
     return out, query.new_empty(query.shape[:3], dtype=torch.float32)
 
 
-def _sdpa_cpu(query: Tensor, key: Tensor, value: Tensor, precision: str, causal: int, scale: float) -> Tensor:
-    check_tensors(query, key, value)
-    return _sdpa_lse_cpu(query, key, value, precision, causal, scale)[0]
+def _sdpa_cuda(lse: bool, *args: Any) -> Any:
+    return load_cuda().sdpa_lse(*args) if lse else (load_cuda().sdpa(*args),)
 
 
-def _sdpa_lse_cpu(
+def _sdpa_cpu(
     query: Tensor, key: Tensor, value: Tensor, precision: str, causal: int, scale: float
 ) -> tuple[Tensor, Tensor]:
     out, lse, mean = _sdpa_kept_cpu(query, key, value, precision, causal, scale, 0)
@@ -167,25 +157,17 @@ def _mean_scores(query: Tensor, key_mean: Tensor, rotated: bool) -> Tensor:
     return reference.compute_mean_scores(query, key_mean, rotated=rotated)
 
 
-def _sdpa_fake(query: Tensor, key: Tensor, value: Tensor, precision: str, causal: int, scale: float) -> Tensor:
+def infer_attention(query: Tensor, key: Tensor, value: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
+    """Return the shapes of the output and of the log-sum-exp, for the operators of attention."""
     check_tensors(query, key, value)
-    return empty_rows(query, query.shape[3])
-
-
-def _sdpa_lse_fake(
-    query: Tensor, key: Tensor, value: Tensor, precision: str, causal: int, scale: float
-) -> tuple[Tensor, Tensor]:
-    out = _sdpa_fake(query, key, value, precision, causal, scale)
-    return out, query.new_empty(query.shape[:3], dtype=torch.float32)
+    return empty_rows(query, query.shape[3]), query.new_empty(query.shape[:3], dtype=torch.float32)
 
 
 def _sdpa_kept_fake(
     query: Tensor, key: Tensor, value: Tensor, precision: str, causal: int, scale: float, bits: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     mean_shape = (*key.shape[:2], pad_head_dim_size(query.shape[3]))
-    return *_sdpa_lse_fake(query, key, value, precision, causal, scale), query.new_empty(
-        mean_shape, dtype=torch.float32
-    )
+    return *infer_attention(query, key, value), query.new_empty(mean_shape, dtype=torch.float32)
 
 
 def infer_gradients(
@@ -253,12 +235,6 @@ def _vmap_refuse_gradient(info: Any, in_dims: Any, grad: Tensor, size: list[int]
 
 _IMPLEMENTATIONS: dict[str, tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]] = {
     "quantize": (quantize_cpu, _dispatch_cuda("quantize"), quantize_fake),
-    "attention": (
-        lambda *args: _attention_lse_cpu(*args)[0], _attention_cuda, lambda *args: _attention_lse_fake(*args)[0],
-    ),
-    "attention_lse": (_attention_lse_cpu, _attention_lse_cuda, _attention_lse_fake),
-    "sdpa": (_sdpa_cpu, _dispatch_cuda("sdpa"), _sdpa_fake),
-    "sdpa_lse": (_sdpa_lse_cpu, _dispatch_cuda("sdpa_lse"), _sdpa_lse_fake),
     "sdpa_backward": (reference.compute_gradients, sdpa_backward, infer_gradients),
     "sdpa_kept": (_sdpa_kept_cpu, _dispatch_cuda("sdpa_kept"), _sdpa_kept_fake),
     "sdpa_kept_backward": (_sdpa_kept_backward_cpu, _sdpa_kept_backward_cuda, infer_gradients),
@@ -289,8 +265,11 @@ _REFUSALS = {
     "refuse_gradient": "greenfast: a gradient that is refused has none",
 }
 
-for _name, (_cpu, _cuda, _shapes) in _IMPLEMENTATIONS.items():
-    define_operator(_name, _SCHEMAS[_name], _cpu, _cuda, _shapes)
+define_pair("attention", _QUANTIZED, _attention_cpu, _attention_cuda, _attention_fake)
+define_pair("sdpa", f"{_INPUTS}, str precision, int causal, float scale", _sdpa_cpu, _sdpa_cuda, infer_attention)
+for _name, _implementations in _IMPLEMENTATIONS.items():
+    define_operator(_name, _SCHEMAS[_name], *_implementations)
+for _name in _REFUSALS:
     if _name == "sdpa_kept":
         autograd.register(LIBRARY, _name, None, "sdpa_kept_backward", keeps=True)
     else:
