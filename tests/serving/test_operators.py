@@ -170,7 +170,7 @@ BAD_ATTENTION: list[tuple[str, Any, type[Exception], str]] = [
      "v_cache: its strides are"),
     ("block_table", lambda x: x.long(), TypeError, r"block_table \(page_table\): its dtype is torch.int64"),
     ("block_table", lambda x: x[:1], ValueError, r"block_table \(page_table\): .*\(2, max_pages\) is needed"),
-    ("cu_seqlens_q", lambda x: x[:-1], ValueError, r"cu_seqlens_q: .*\(3,\) = \(batch \+ 1, batch being"),
+    ("cu_seqlens_q", lambda x: x[:-1], ValueError, r"cu_seqlens_q: .*\(3,\) = \(batch \+ 1; batch: length"),
     ("cu_seqlens_q", lambda x: x - 1, ValueError, r"cu_seqlens_q: \[-1"),
     ("cu_seqlens_q", lambda x: x * 2, ValueError, "cu_seqlens_q: .*at most the 4 tokens of q"),
     ("seqused_k", lambda x: x.unsqueeze(0), ValueError, r"seqused_k \(cache_seqlens\): its shape"),

@@ -128,11 +128,6 @@ def _plan_fake(
     return cu_seqlens_q.new_empty(size)
 
 
-def _slots_cuda(*args: Any) -> tuple[Tensor, ...]:
-    result: tuple[Tensor, ...] = load_cuda().token_slots(*args)
-    return result
-
-
 def _slots_fake(
     starts: Tensor, before: Tensor | None, block_table: Tensor | None, counted_from: Tensor | None, tokens: Any,
     max_pages: Any, page_size: int,
@@ -150,11 +145,6 @@ def _append_cpu(*args: Any) -> Tensor:
     return torch.empty(0, dtype=k.dtype) if result is None else result
 
 
-def _append_cuda(*args: Any) -> Tensor:
-    result: Tensor = load_cuda().append_kv(*args)
-    return result
-
-
 def _append_fake(*args: Any) -> Tensor:
     check_append(*args)
     q: Tensor | None
@@ -162,18 +152,18 @@ def _append_fake(*args: Any) -> Tensor:
     return k.new_empty(0) if q is None else torch.empty(q.shape, dtype=q.dtype, device=q.device)
 
 
-def _plan_cuda(*args: Any) -> Tensor:
-    result: Tensor = load_cuda().plan(*args)
-    return result
-
-
 NO_GRADIENT = "no gradient flows through a quantized cache; greenfast.sdpa has gradients"
 _IMPLEMENTATIONS: dict[str, tuple[Any, Any, Any, str]] = {
     "paged_attention": (_attention_cpu, _attention_cuda, _attention_fake, "greenfast.flash_attn"),
     "paged_attention_out": (_attention_out_cpu, _attention_out_cuda, _attention_out_fake, "greenfast.flash_attn"),
-    "paged_attention_plan": (_plan_cpu, _plan_cuda, _plan_fake, "greenfast.ServingPlan"),
-    "token_slots": (serving_pages.compute_token_slots, _slots_cuda, _slots_fake, "greenfast.flash_attn"),
-    "append_kv": (_append_cpu, _append_cuda, _append_fake, "greenfast.append_kv"),
+    "paged_attention_plan": (_plan_cpu, lambda *args: load_cuda().plan(*args), _plan_fake, "greenfast.ServingPlan"),
+    "token_slots": (
+        serving_pages.compute_token_slots,
+        lambda *args: load_cuda().token_slots(*args),
+        _slots_fake,
+        "greenfast.flash_attn",
+    ),
+    "append_kv": (_append_cpu, lambda *args: load_cuda().append_kv(*args), _append_fake, "greenfast.append_kv"),
 }
 for _name, (_cpu, _cuda, _shapes, _call) in _IMPLEMENTATIONS.items():
     torch_ops.define_operator(_name, _SCHEMAS[_name], _cpu, _cuda, _shapes)
@@ -218,16 +208,16 @@ def plan(*args: Any, into: Tensor | None = None) -> Tensor:
 
 def token_slots(*args: Any) -> tuple[Tensor, ...]:
     """Call ``torch.ops.greenfast.token_slots`` in the same way. Returns the fields of ``serving_pages.Slots``."""
-    result: tuple[Tensor, ...] = (_slots_cuda if _can_launch_directly(*args[:4]) else _TOKEN_SLOTS)(*args)
+    run = load_cuda().token_slots if _can_launch_directly(*args[:4]) else _TOKEN_SLOTS
+    result: tuple[Tensor, ...] = run(*args)
     return result
 
 
 def append_kv(*args: Any) -> Tensor:
     """Call ``torch.ops.greenfast.append_kv`` in the same way as ``paged_attention``."""
     if _can_launch_directly(*args[:NUM_APPEND_TENSORS]):
-        return _append_cuda(*args)
-    result: Tensor = _APPEND_KV(*_check_eager(check_append_once, args))
-    return result
+        return load_cuda().append_kv(*args)  # type: ignore[no-any-return]
+    return _APPEND_KV(*_check_eager(check_append_once, args))  # type: ignore[no-any-return]
 
 
 def _check_eager(check: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
