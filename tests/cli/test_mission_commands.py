@@ -129,7 +129,7 @@ def profile(tmp_path: Path, *args: str) -> Ran:
 def test_the_fourth_command_says_that_it_needs_a_gpu(tmp_path: Path) -> None:
     ran = profile(tmp_path, "mission", "0", "3")
     assert (ran.code, ran.out) == (3, "")
-    assert ran.err == "greenfast: a profile needs a GPU; emulated: PTX emulator says nothing about time\n"
+    assert ran.err == "greenfast: a profile needs a GPU; emulated: PTX emulator cannot measure time\n"
 
 
 @pytest.mark.parametrize(

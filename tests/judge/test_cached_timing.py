@@ -270,7 +270,7 @@ def test_a_record_of_anything_else_is_named_and_not_quoted(
     assert (outcome.record.quoted, outcome.record.decision) == (None, "PENDING")
     gate = performance(outcome)
     assert gate.status == "PENDING"
-    assert gate.summary.startswith("emulated: an emulator says nothing about time; the record of 20")
+    assert gate.summary.startswith("emulated: an emulator cannot measure time; the record of 20")
     assert f" ({folder}) {says}" in gate.summary
 
 

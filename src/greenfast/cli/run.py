@@ -250,6 +250,6 @@ def _show(report: RunReport, findings: Findings) -> None:
     if rows:
         show(table(("kernel", "launches", "seconds"), [(n, str(c), f"{s:.1f}") for n, (c, s) in rows.items()]))
     if report.skipped_benchmarks:
-        show(f"{report.skipped_benchmarks} benchmarks were skipped: the emulator says nothing about time")
+        show(f"{report.skipped_benchmarks} benchmarks were skipped: the emulator cannot measure time")
     for line in findings.describe():
         print(f"greenfast: {line}", file=sys.stderr)

@@ -402,7 +402,7 @@ def _filter_calls(program: bytes) -> None:
 
 
 def _join_cgroup(memory_bytes: int, processes: int) -> None:
-    """Move this process into a new control group with these limits. Raises OSError if there is none for it to make."""
+    """Move this process into a new control group with these limits. Raises OSError if it cannot make one."""
     name = f"{_CGROUP}{os.getpid()}"
     for parents in _cgroup_parents():
         made: list[str] = []

@@ -149,7 +149,7 @@ class Worker:
 
 
 def gpu_info(ordinal: int, timeout_s: float) -> DeviceInfo:
-    """Describe a GPU, as a separate process sees it, so that this one never holds a CUDA context.
+    """Describe a GPU. A separate process queries it, so that the caller's never holds a CUDA context.
 
     Raises WorkerError if the GPU cannot be used.
     """

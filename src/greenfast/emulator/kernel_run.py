@@ -102,7 +102,7 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
     """A fault of the kernel, or of its outputs.
 
     level: error, formal, or unsupported for a limit of the emulator. kind: the kind of fault, in words with hyphens.
-    place: the accessed memory. file, line, function: the line to look at first. stack: the innermost line first, with
+    place: the accessed memory. file, line, function: the line to check first. stack: the innermost line first, with
     its call sites. Unknown or inapplicable fields are None or empty.
     """
 

@@ -139,7 +139,7 @@ def _is_flash_like(original: Any, config: Any = None, *args: Any, **kwargs: Any)
 class _AllocatorFactory:
     """Builds our allocator for a model with our attention, else transformers' own.
 
-    It has the attributes of the latter.
+    It has the attributes of transformers' class.
     """
 
     def __init__(self, original: Any, mixin: type, full: Any) -> None:

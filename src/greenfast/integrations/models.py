@@ -96,7 +96,7 @@ class Accelerated:
             )
 
     def undo(self) -> None:
-        """Restore the model: every replaced attribute is the former object again."""
+        """Restore the original object of every replaced attribute of the model."""
         while self._undo:
             self._undo.pop()()
 

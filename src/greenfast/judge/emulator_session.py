@@ -16,7 +16,7 @@ from greenfast.spec.errors import MachineError, UnsupportedError, UsageError
 from greenfast.spec.facts import FORMAL, DeviceInfo, KernelCounts
 from greenfast.spec.problem import Case
 
-_NO_TIME = "the emulator executes a kernel's PTX; it says nothing about time"
+_NO_TIME = "the emulator executes a kernel's PTX; it cannot measure time"
 
 
 class EmulatorSession:

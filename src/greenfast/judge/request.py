@@ -329,7 +329,7 @@ class Request:
     def cannot_time(self) -> str | None:
         """Return the reason why kernels cannot be timed or profiled on this device, or None if they can."""
         if self.device is not None and self.device.kind != "gpu":
-            return f"{self.device.kind}: {self.device.name} says nothing about time"
+            return f"{self.device.kind}: {self.device.name} cannot measure time"
         return self.cannot_run()
 
 

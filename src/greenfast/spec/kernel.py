@@ -84,10 +84,10 @@ class Struct:
 
 @dataclass(frozen=True)
 class Packed:
-    """The bytes of an argument as another process launched it, into which this one's addresses are put.
+    """The bytes of an argument as another process launched it. Device addresses in them are replaced before a launch.
 
-    pointers: (offset in ``data``, buffer, bytes from its start) of each device address in it. A CUtensorMap is such
-    bytes too: its address is the first field.
+    pointers: (offset in ``data``, buffer, bytes from its start) of each device address. In a CUtensorMap it is the
+    first field.
     """
 
     data: bytes

@@ -1,7 +1,7 @@
 """Loads and stores as code of one thread, with the checks of memory.py and epochs.py and the counts of counts.py.
 
-Whatever the interpreter might report ends the run (RestartCompiled): the grid runs again with interpreted accesses, and
-that run decides. So the code only has to know accesses that are right.
+An access that the interpreter might report ends the run (RestartCompiled): the grid runs again with interpreted
+accesses, and that run decides. So the code only handles correct accesses.
 """
 
 from __future__ import annotations

@@ -17,9 +17,9 @@ from greenfast.emulator.ptx.syntax import Instruction
 
 
 def reduce(i: Instruction) -> Operation:
-    """Build cp.reduce.async.bulk to global memory: an atomic operation for each element, by itself.
+    """Build cp.reduce.async.bulk to global memory: a separate atomic operation for each element.
 
-    They happen here when they are issued; the source is held as a store's is.
+    The operations execute when they are issued; the source is held as for a store.
     """
     to, source, size, *_ = i.operands
     kind = parse_type(i)

@@ -176,7 +176,7 @@ def _total(passes: NDArray[np.int64]) -> tuple[int, int]:
 def _passes(words: NDArray[np.int64], size: int) -> NDArray[np.int64]:
     """Return the passes of each part of each warp's access; words: (warps, 32), the first per thread, -1 for none.
 
-    A pass serves each bank once, and any number of threads that want its word. Accesses of 8 and 16 bytes are served in
+    A pass serves one word of each bank, to any number of threads. Accesses of 8 and 16 bytes are served in
     halves and quarters of a warp, as the hardware does.
     """
     parts = max(1, size // 4)

@@ -38,7 +38,7 @@ def parse_scope(parts: Sequence[str]) -> int:
 class _Late:
     """Clocks (32,) of another warp's lanes that a warp knows, and that some of its threads have not passed on.
 
-    until: the other warp's accesses that a warp would know otherwise.
+    until: the other warp's accesses that would count as known without this record.
     """
 
     until: int

@@ -72,7 +72,7 @@ class WarpSync:
         return self.m.fault(reason, lane)
 
     def join_all(self, lanes: ThreadSet, until: Any) -> None:
-        """Let threads know all accesses of their warps up to ``until``, a number or one for each thread."""
+        """Order all accesses of their warps up to ``until`` before the threads; until: a number, or one per thread."""
         self.clock[lanes] = np.maximum(self.clock[lanes], until)
         self._min_clocks.clear()
 
@@ -98,7 +98,7 @@ class WarpSync:
         return None if known.min() >= latest else known
 
     def join(self, lanes: NDArray[np.intp], known: NDArray[np.int64]) -> None:
-        """Let threads know accesses of the lanes of their warps; known: (32,) or (threads, 32) numbers."""
+        """Order accesses by lanes of their warps before the threads; known: (32,) or (threads, 32) access numbers."""
         table = self._table()
         table[lanes] = np.maximum(table[lanes], known)
 

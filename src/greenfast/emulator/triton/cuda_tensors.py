@@ -364,7 +364,7 @@ class CudaStream:
 
 
 class CudaEvent:
-    """torch.cuda.Event. The time between two events is NaN: the emulator says nothing about time."""
+    """torch.cuda.Event. The time between two events is NaN: the emulator cannot measure time."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Accept the arguments of torch.cuda.Event."""

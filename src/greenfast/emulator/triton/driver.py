@@ -62,7 +62,7 @@ class Utilities:
     ) -> tuple[Any, LoadedFunction, int, int, int]:
         """Return a kernel's module, function, registers, spills and the threads that its block may have.
 
-        The registers are 0: PTX does not have them. ``Activation`` counts them if a script asks for them.
+        The registers are 0, because PTX does not have them. ``Activation`` counts them if a script reads the number.
         """
         return None, LoadedFunction(name, _LIBRARY.sub(r"\1", binary.decode())), 0, 0, 1024
 
@@ -156,7 +156,7 @@ class EmulatorDriver:
 
 
 def measure_nothing(call: Callable[[], Any], *args: Any, quantiles: Sequence[float] | None = None, **_: Any) -> Any:
-    """Run a call once, in place of ``triton.testing.do_bench``. Return NaN: the emulator says nothing about time."""
+    """Run a call once, in place of ``triton.testing.do_bench``. Return NaN: the emulator cannot measure time."""
     call()
     return [float("nan")] * len(quantiles) if quantiles else float("nan")
 

@@ -234,7 +234,7 @@ class _Recorder:
         return call
 
     def _repeat(self, former: _TestCall, arguments: _Arguments) -> Any:
-        """Give the former result of a call. Raises ValueError if its arguments have another form."""
+        """Return the recorded result of a call. Raises ValueError if its arguments have another form."""
         memory = list(arguments.memory.values())
         inputs = [m.before for m in memory if m.before is not None]
         forms = [[(x.dtype, x.shape) for x in some] for some in (inputs, former.inputs)]

@@ -1,4 +1,4 @@
-"""Faults that the outputs of a case do not show, as CORRECTNESS looks for them.
+"""Detection of faults that the outputs of a case do not show, for CORRECTNESS.
 
 - The memory check on the GPU, in a separate process per implementation, because an illegal access may end it.
 - Small cases on the emulator while a GPU runs all cases: it detects an access that hits other valid memory, a race

@@ -67,7 +67,7 @@ def stages_queries(head_dim: int) -> bool:
 
 
 def read_batch_invariant(value: str | None) -> bool:
-    """Return whether GREENFAST_BATCH_INVARIANT asks for it. Raises UsageError unless it is unset, "0" or "1"."""
+    """Return whether GREENFAST_BATCH_INVARIANT is "1". Raises UsageError unless it is unset, empty, "0" or "1"."""
     if value not in (None, "", "0", "1"):
         raise UsageError(f"GREENFAST_BATCH_INVARIANT={value!r}: allowed are 0, and 1 (fixed tiles)")
     return value == "1"

@@ -1,4 +1,4 @@
-"""z = x + y as a family: Python that renders CUDA for a shape, for what solution.json's expressions cannot say.
+"""z = x + y as a family: Python that renders CUDA for a shape, if expressions in solution.json are not enough.
 
 The judge runs this file in a process that cannot write, reach the network or see other processes; it hands back the
 kernel's source and its launch. toggles: from solution.json. dims: a shape's.
