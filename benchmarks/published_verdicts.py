@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from scipy.special import betaincinv
 
 from benchmarks.published_readers import PublishedProgram, file_name
-from greenfast.judge.formats.tritonbench import DEFAULT_TOLERANCE, TOLERANCES
+from greenfast.judge.formats.converted import DEFAULT_TOLERANCE, TOLERANCES
 from greenfast.judge.store import to_json
 
 #: kernelbench.com's own tolerances, absolute and relative, by problem.

@@ -18,12 +18,18 @@ from greenfast.judge.store import write_files
 #: The files of a converted problem's folder that decide which solutions it takes.
 DEFINITION, WORKLOADS = "definition.json", "workloads.jsonl"
 ORIGINAL, SETTINGS, TEST = "original.py", "settings.json", "test.py"
+#: The reference or an answer of a problem that is given by a test.
+PROGRAM = "program.py"
 #: The folder of a converted problem's baseline.
 REFERENCE = "reference"
 #: The dimension that numbers the settings of a problem with a model, from 1.
 SETTING = "problem"
 #: The seed of both models' parameters.
 SEED = 42
+#: Of a problem that is given by a test: allowed error of an element by the dtype of the output, relative to the sum of its size and the output's root mean
+#: square. TF32 products and other orders of sums stay below; a wrong kernel is rarely within it.
+TOLERANCES = {"float16": 4e-3, "bfloat16": 3e-2}
+DEFAULT_TOLERANCE = 2e-3
 #: The only number format of such a problem. Its tensors are not quantized.
 FORMAT = "as_given"
 #: A limit that never fails: only the tolerance decides.

@@ -26,9 +26,16 @@ from numpy.typing import NDArray
 
 from greenfast.emulator.triton.activation import Activation, activate
 from greenfast.emulator.triton.cuda_tensors import replace_attribute, without_modes
-from greenfast.judge.formats.converted import REFERENCE, SETTING, TEST, safe_name
+from greenfast.judge.formats.converted import (
+    DEFAULT_TOLERANCE,
+    PROGRAM,
+    REFERENCE,
+    SETTING,
+    TEST,
+    TOLERANCES,
+    safe_name,
+)
 from greenfast.judge.formats.defined import build_tolerances, call, to_array
-from greenfast.judge.formats.tritonbench import DEFAULT_TOLERANCE, PROGRAM, TOLERANCES
 from greenfast.judge.task import import_file
 from greenfast.spec.errors import GreenfastError, UsageError
 from greenfast.spec.problem import Array, Case, OutputSpec, References

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from greenfast.judge.formats.converted import (
+    PROGRAM,
     REFERENCE,
     TEST,
     Files,
@@ -29,12 +30,8 @@ from greenfast.spec.files import read_file
 
 #: Separates the program from its test.
 SEPARATOR = "#" * 146
-#: Files of a converted folder: the reference or an answer, and the code that makes the calls.
-PROGRAM, ENTRY = "program.py", "entry.py"
-#: Allowed error of an element by the dtype of the output, relative to the sum of its size and the output's root mean
-#: square. TF32 products and other orders of sums stay below; a wrong kernel is rarely within it.
-TOLERANCES = {"float16": 4e-3, "bfloat16": 3e-2}
-DEFAULT_TOLERANCE = 2e-3
+#: The file of a converted folder with the code that makes the calls.
+ENTRY = "entry.py"
 
 
 def is_tritonbench(path: Path) -> bool:
