@@ -26,8 +26,9 @@ REFERENCE = "reference"
 SETTING = "problem"
 #: The seed of both models' parameters.
 SEED = 42
-#: Of a problem that is given by a test: allowed error of an element by the dtype of the output, relative to the sum of its size and the output's root mean
-#: square. TF32 products and other orders of sums stay below; a wrong kernel is rarely within it.
+#: Allowed error of an element of a problem that is given by a test, by the dtype of the output. It is relative to the
+#: sum of the element's size and the output's root mean square. TF32 products and other orders of sums stay below; a
+#: wrong kernel is rarely within it.
 TOLERANCES = {"float16": 4e-3, "bfloat16": 3e-2}
 DEFAULT_TOLERANCE = 2e-3
 #: The only number format of such a problem. Its tensors are not quantized.
