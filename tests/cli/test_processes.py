@@ -13,7 +13,7 @@ import pytest
 
 from greenfast.cli.options import VERBS
 from tests.cli.busy import PLACES, busy_task
-from tests.cli.command_line import ROOT, environment, files_below, run_command
+from tests.cli.command_line import environment, files_below, run_command
 from tests.device.processes import interrupt, start
 
 pytestmark = pytest.mark.usefixtures("machine")
@@ -47,54 +47,38 @@ def test_a_usage_error_is_2_for_the_shell_too() -> None:
     assert ran.err == f"greenfast: unknown task 'fp9'; allowed: {known}, or a task's folder\n"
 
 
-@pytest.mark.parametrize("option", ["--schema", "--json"])
-def test_a_closed_pipe_is_not_an_error(option: str) -> None:
-    """As in ``greenfast list --schema | true``; the output of --json would fit into the pipe's buffer."""
-    read, write = os.pipe()
-    os.close(read)
+PTX = ".version 8.0\n.target sm_90a\n.address_size 64\n.visible .entry f() { ret; }\n"
+CLOSED = "greenfast: standard output was closed before the result; there is no verdict\n"
+FULL = "greenfast: the output cannot be written (No space left on device)\n"
+
+
+@pytest.mark.parametrize(
+    ("output", "command", "unbuffered", "code", "said"),
+    [
+        # As in ``greenfast list --schema | true``; the output of --json would fit into the pipe's buffer.
+        ("closed", ("list", "--schema"), "", 0, ""),
+        ("closed", ("list", "--json"), "", 0, ""),
+        # As in ``greenfast judge my_kernel | head -1`` under ``pipefail``, where 0 would pass for a correct kernel.
+        ("closed", ("emulate", "mine.ptx", "--grid", "1", "--block", "32"), "1", 3, CLOSED),
+        ("full", ("list", "--schema"), "", 3, FULL),
+        ("full", ("list", "fp8_sdpa"), "", 3, FULL),
+    ],
+)
+def test_a_closed_pipe_and_a_full_disk_behind_standard_output(
+    tmp_path: Path, output: str, command: tuple[str, ...], unbuffered: str, code: int, said: str
+) -> None:
+    (tmp_path / "mine.ptx").write_text(PTX)
+    if output == "closed":
+        read, write = os.pipe()
+        os.close(read)
+    else:
+        write = os.open("/dev/full", os.O_WRONLY)
     done = subprocess.run(
-        [*GREENFAST, "list", option],
-        cwd=ROOT,
-        env=environment(PYTHONUNBUFFERED=""),
-        stdout=write,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+        [*GREENFAST, *command], cwd=tmp_path, env=environment(PYTHONUNBUFFERED=unbuffered), stdout=write,
+        stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
     os.close(write)
-    assert (done.returncode, done.stderr) == (0, "")
-
-
-def test_a_pipe_that_closes_before_the_verdict_is_no_verdict(tmp_path: Path) -> None:
-    """As in ``greenfast judge my_kernel | head -1`` under ``pipefail``, where 0 would pass for a correct kernel."""
-    (tmp_path / "mine.ptx").write_text(".version 8.0\n.target sm_90a\n.address_size 64\n.visible .entry f() { ret; }\n")
-    read, write = os.pipe()
-    os.close(read)
-    done = subprocess.run(
-        [*GREENFAST, "emulate", tmp_path / "mine.ptx", "--grid", "1", "--block", "32"],
-        cwd=ROOT,
-        env=environment(PYTHONUNBUFFERED="1"),
-        stdout=write,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    os.close(write)
-    assert done.returncode == 3
-    assert done.stderr == "greenfast: standard output was closed before the result; there is no verdict\n"
-
-
-@pytest.mark.parametrize("command", [("list", "--schema"), ("list", "fp8_sdpa")])
-def test_a_full_disk_behind_standard_output_is_told_in_a_line(command: tuple[str, ...]) -> None:
-    with open("/dev/full", "w") as full:
-        done = subprocess.run(
-            [*GREENFAST, *command],
-            cwd=ROOT,
-            env=environment(PYTHONUNBUFFERED=""),
-            stdout=full,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-    assert done.returncode == 3
-    assert done.stderr == "greenfast: the output cannot be written (No space left on device)\n"
+    assert (done.returncode, done.stderr) == (code, said)
 
 
 HEAVY = ("torch", "cuda", "numpy", "rich", "matplotlib", "msgspec", "nvtx", "multiprocessing")
