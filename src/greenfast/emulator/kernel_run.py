@@ -35,6 +35,7 @@ from greenfast.spec.errors import CompileError, GreenfastError, UnsupportedError
 from greenfast.spec.facts import FORMAL, Finding, KernelCounts, Resources
 from greenfast.spec.files import read_file
 from greenfast.spec.kernel import KernelSource, Launch
+from greenfast.spec.limits import MOST_BLOCK, MOST_GRID, MOST_THREADS, most_shared
 from greenfast.spec.problem import Array
 
 Extent = tuple[int, int, int]
@@ -44,10 +45,6 @@ ORDERS, REPEAT_THREADS = 3, 4096
 #: Further launches in the same memory if a kernel changes a variable of its module.
 LAUNCHES = 2
 DEFAULT_TARGET = "sm_90a"
-#: Limits of every target (CUDA C++ Programming Guide, "Compute Capabilities"); a launch beyond them fails.
-_MAX_THREADS, _MAX_BLOCK, _MAX_GRID = 1024, (1024, 1024, 64), (2**31 - 1, 65535, 65535)
-#: Shared memory that a block can have, in KiB, by compute capability (same table).
-_MAX_SHARED = {(8, 0): 163, (8, 6): 99, (8, 9): 99, (9, 0): 227, (10, 0): 227, (12, 0): 99}
 
 
 @dataclass(frozen=True)
@@ -224,8 +221,8 @@ def load_kernel(request: KernelRequest) -> LoadedKernel:
     _check_launch(request)
     text = _read_source(request)
     ptx, entry, target, resources = _compile(request, text)
-    _check_bounds(request, ptx, entry)
     module, program = _load_program(request, ptx, entry)
+    _check_bounds(request, entry, limit_threads(program.function.directives))
     sources = _read_sources(request, text, module)
     defines = [f"#define {define.replace('=', ' ', 1)}" for define in request.defines]
     program.function.shapes = read_shapes([*defines, *sources.values()])
@@ -390,14 +387,14 @@ def _check_launch(request: KernelRequest) -> None:
     if request.orders is not None and request.orders < 1:
         raise UsageError(f"--orders {request.orders}: give at least 1")
     threads = math.prod(request.block)
-    if threads > _MAX_THREADS or any(size > limit for size, limit in zip(request.block, _MAX_BLOCK, strict=True)):
+    if threads > MOST_THREADS or any(size > limit for size, limit in zip(request.block, MOST_BLOCK, strict=True)):
         raise UsageError(
-            f"--block {_format_extent(request.block)}: a block has at most {_MAX_THREADS} threads, and at most "
-            f"{_format_extent(_MAX_BLOCK)} in x, y, z"
+            f"--block {_format_extent(request.block)}: a block has at most {MOST_THREADS} threads, and at most "
+            f"{_format_extent(MOST_BLOCK)} in x, y, z"
         )
-    if any(size > limit for size, limit in zip(request.grid, _MAX_GRID, strict=True)):
+    if any(size > limit for size, limit in zip(request.grid, MOST_GRID, strict=True)):
         raise UsageError(
-            f"--grid {_format_extent(request.grid)}: at most {_format_extent(_MAX_GRID)} blocks in x, y, z"
+            f"--grid {_format_extent(request.grid)}: at most {_format_extent(MOST_GRID)} blocks in x, y, z"
         )
     if request.observe.trace is not None:
         index, warp = request.observe.trace
@@ -410,11 +407,14 @@ def _check_launch(request: KernelRequest) -> None:
             )
 
 
-def _check_bounds(request: KernelRequest, ptx: str, entry: str) -> None:
+def limit_threads(directives: str) -> int:
+    """Return the threads that a block of a kernel with these directives can have."""
+    match = re.search(r"\.(?:maxntid|reqntid)\s+([\d,\s]+)", directives)
+    return math.prod(int(size) for size in match[1].split(",")) if match else MOST_THREADS
+
+
+def _check_bounds(request: KernelRequest, entry: str, maximum: int) -> None:
     """Raise UsageError where the block has more threads than the kernel's __launch_bounds__."""
-    directives = re.search(rf"\.entry\s+{re.escape(entry)}\s*(?:\([^)]*\))?([^{{;]*)\{{", ptx)
-    limit = re.search(r"\.maxntid\s+([\d,\s]+)", directives[1]) if directives else None
-    maximum = math.prod(int(size) for size in limit[1].split(",")) if limit else _MAX_THREADS
     if math.prod(request.block) > maximum:
         raise UsageError(
             f"--block {_format_extent(request.block)}: __launch_bounds__ of {entry} allows {maximum} threads"
@@ -463,7 +463,7 @@ def _compile(request: KernelRequest, text: str) -> tuple[str, str, str, Resource
         raise
     entry = _choose_entry(request, entries(ptx))
     resources = compile_kernel(dataclasses.replace(source, entry=entry), target, isolated=True).resources
-    limit = 1024 * _MAX_SHARED[target.capability]
+    limit = most_shared(target)
     if resources.smem_bytes > limit:
         raise UsageError(
             f"--smem {request.smem}: with {resources.static_smem_bytes} bytes of static shared memory that is more "

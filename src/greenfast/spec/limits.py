@@ -16,9 +16,8 @@ from greenfast.spec.arch import Target
 from greenfast.spec.facts import DeviceInfo, Resources
 from greenfast.spec.kernel import KernelSource, Launch
 
-_MOST_THREADS = 1024
-_BLOCK = (1024, 1024, 64)
-_GRID = (2**31 - 1, 65535, 65535)
+#: Threads of a block, and extents of a block and of a grid (CUDA C++ Programming Guide, "Compute Capabilities").
+MOST_THREADS, MOST_BLOCK, MOST_GRID = 1024, (1024, 1024, 64), (2**31 - 1, 65535, 65535)
 _REGISTERS = 65536  # of a block, and of a multiprocessor
 _BLOCKS, _THREADS = 32, 2048  # of a multiprocessor; some have fewer
 #: Compute capability -> the most shared memory of a block, in bytes; other targets have the smallest value.
@@ -37,12 +36,12 @@ def launch_faults(source: KernelSource, plan: Launch, resources: Resources | Non
     resources: of the compiled kernel; None if it was not assembled.
     """
     faults = []
-    for name, extents, most in (("block", source.block, _BLOCK), ("grid", plan.grid, _GRID)):
+    for name, extents, most in (("block", source.block, MOST_BLOCK), ("grid", plan.grid, MOST_GRID)):
         if any(not 1 <= extent <= limit for extent, limit in zip(extents, most, strict=True)):
             faults.append(f"its {name} is {_by(extents)}; extents are at least 1, and at most {_by(most)}")
     threads = math.prod(source.block)
-    if not faults and threads > _MOST_THREADS:
-        faults.append(f"its block of {_by(source.block)} has {threads} threads; at most {_MOST_THREADS} are allowed")
+    if not faults and threads > MOST_THREADS:
+        faults.append(f"its block of {_by(source.block)} has {threads} threads; at most {MOST_THREADS} are allowed")
     shared = source.dynamic_smem_bytes + (resources.static_smem_bytes if resources else 0)
     if source.dynamic_smem_bytes < 0 or shared > most_shared(target):
         asked = f"{shared} bytes of shared memory ({source.dynamic_smem_bytes} of them dynamic)"

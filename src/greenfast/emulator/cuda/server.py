@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 import shutil
 import socket
 import struct
@@ -25,7 +24,7 @@ from greenfast.emulator.cuda.memory import DEVICE, MAKERS, MANAGED, DeviceMemory
 from greenfast.emulator.findings import NOTE, UNSUPPORTED, Findings
 from greenfast.emulator.grid import MULTIPROCESSORS, KernelLaunch, load_module, load_program
 from greenfast.emulator.grid import THREADS as _RESIDENT
-from greenfast.emulator.kernel_run import Fault, convert_error
+from greenfast.emulator.kernel_run import Fault, convert_error, limit_threads
 from greenfast.emulator.machine.memory import FUNCTION_BASE, UNWRITTEN, WRITTEN
 from greenfast.emulator.machine.observed import NOTHING, Observe
 from greenfast.emulator.machine.tensormap import bind, encode
@@ -35,6 +34,7 @@ from greenfast.emulator.variables import initial_value, layout_shared, pack
 from greenfast.spec.errors import GreenfastError
 from greenfast.spec.facts import ERROR
 from greenfast.spec.kernel import Launch, Struct, TensorMap
+from greenfast.spec.limits import MOST_BLOCK, MOST_GRID, MOST_THREADS
 
 REQUEST, REPLY = struct.Struct("<II14Q"), struct.Struct("<iI6Q")
 _OPERATIONS = (
@@ -52,7 +52,6 @@ _INVALID_VALUE, _OUT_OF_MEMORY, _INVALID_CONFIGURATION, _INVALID_SYMBOL, _INVALI
 _TOO_MANY_RESOURCES, _TOO_LARGE, _NOT_SUPPORTED = 701, 720, 801
 #: Shared memory of a block without and with cudaFuncAttributeMaxDynamicSharedMemorySize.
 _SHARED, _MAX_SHARED = 49152, 232448
-_MAX_THREADS, _MAX_BLOCK, _MAX_GRID = 1024, (1024, 1024, 64), (2**31 - 1, 65535, 65535)
 #: cudaFuncAttributeMaxDynamicSharedMemorySize.
 _DYNAMIC_SHARED = 8
 #: Kinds of copies by their numbers in CUDA's runtime: whether the destination and the source are on the device.
@@ -182,7 +181,7 @@ class Runtime:
             kernel.max_shared = max(values[2], _SHARED - shared)
         _, local = pack([v for v in function.variables.values() if v.space == "local"])
         constant = sum(v.size for v in module.variables.values() if v.space == "const")
-        return 0, (shared, local, _limit_threads(function.directives), constant, kernel.max_shared), b""
+        return 0, (shared, local, limit_threads(function.directives), constant, kernel.max_shared), b""
 
     def _launch(self, values: list[int], payload: bytes) -> tuple[int, tuple[int, ...], bytes]:
         kernel = self._kernel(values[0])
@@ -218,14 +217,14 @@ class Runtime:
         assert kernel.module.module is not None
         function = kernel.module.module.entry(kernel.name)
         _, static = layout_shared(kernel.module.module, function, 0)
-        limit = _limit_threads(function.directives)
+        limit = limit_threads(function.directives)
         error, text = 0, ""
         if min(*grid, *block) < 1 or any(
-            n > m for n, m in zip((*grid, *block), (*_MAX_GRID, *_MAX_BLOCK), strict=True)
+            n > m for n, m in zip((*grid, *block), (*MOST_GRID, *MOST_BLOCK), strict=True)
         ):
             error, text = _INVALID_CONFIGURATION, f"a grid of {grid} blocks of {block} threads"
-        elif math.prod(block) > _MAX_THREADS:
-            error, text = _INVALID_CONFIGURATION, f"blocks of {math.prod(block)} threads; at most {_MAX_THREADS}"
+        elif math.prod(block) > MOST_THREADS:
+            error, text = _INVALID_CONFIGURATION, f"blocks of {math.prod(block)} threads; at most {MOST_THREADS}"
         elif math.prod(block) > limit:
             error = _TOO_MANY_RESOURCES
             text = f"blocks of {math.prod(block)} threads; its __launch_bounds__ allow {limit}"
@@ -466,11 +465,6 @@ class Server(Runtime):
             raise CallError(_INVALID_VALUE)
         layout = replace(layout, buffer=a.name)
         return encode(bind(layout, self.memory), address - a.start)
-
-
-def _limit_threads(directives: str) -> int:
-    match = re.search(r"\.(?:maxntid|reqntid)\s+([\d,\s]+)", directives)
-    return math.prod(int(n) for n in match[1].split(",")) if match else _MAX_THREADS
 
 
 def _read(path: str) -> str:

@@ -37,13 +37,10 @@ from greenfast.spec.errors import GreenfastError, UnsupportedError, UsageError
 from greenfast.spec.extras import require
 from greenfast.spec.facts import FORMAL, KernelCounts
 from greenfast.spec.kernel import KernelSource
+from greenfast.spec.limits import MOST_GRID
 
 #: Configurations of an autotuned kernel that run; benchmarks that run.
 AUTOTUNE, BENCHMARKS = ("first", "all"), ("once", "skip")
-
-
-#: The largest grid of a GPU.
-_MAX_GRID = (2**31 - 1, 65535, 65535)
 
 
 class LaunchReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -155,8 +152,8 @@ class Activation:
         self, source: Any, metadata: Any, function: Any, grid: tuple[int, int, int], args: Any, scratch: Any
     ) -> None:
         """Run a launch, and raise KernelFaultError for a fault, or for a formal finding if these are failures."""
-        if min(grid) > 0 and any(n > limit for n, limit in zip(grid, _MAX_GRID, strict=True)):
-            limits = " x ".join(map(str, _MAX_GRID))
+        if min(grid) > 0 and any(n > limit for n, limit in zip(grid, MOST_GRID, strict=True)):
+            limits = " x ".join(map(str, MOST_GRID))
             raise RuntimeError(f"Triton Error [CUDA]: invalid argument (a grid of {grid}; at most {limits})")
         for number, value in enumerate(args):
             if self.tensors is not None and isinstance(value, torch.Tensor):

@@ -27,12 +27,14 @@ from greenfast.emulator.triton.storage import (
     find_region,
     pack_pointers,
 )
+from greenfast.spec.arch import Target
 from greenfast.spec.errors import UnsupportedError, UsageError
 from greenfast.spec.kernel import Argument, Launch, Packed, TensorMap
+from greenfast.spec.limits import most_shared
 from greenfast.spec.problem import OutputSpec
 
-#: Facts of each target (CUDA C++ Programming Guide, "Compute Capabilities"): bytes of shared memory per block.
-SHARED_MEMORY = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
+#: Bytes of shared memory per block of each target.
+SHARED_MEMORY = {number: most_shared(Target(f"sm_{number}")) for number in (80, 86, 89, 90, 100, 120)}
 _FORMATS = {
     **{f"{sign}{bits}": f"{kind}{bits // 8}" for sign, kind in (("i", "i"), ("u", "u")) for bits in (8, 16, 32, 64)},
     **{"i1": "u1", "u1": "u1", "fp16": "f2", "fp32": "f4", "f32": "f4", "fp64": "f8"},

@@ -20,6 +20,7 @@ from greenfast.judge.solution.schema import (
 )
 from greenfast.spec.errors import UsageError, unknown
 from greenfast.spec.kernel import Argument, KernelSource, Launch, Program, Step, Struct, TensorMap, Workspace
+from greenfast.spec.limits import MOST_BLOCK, MOST_GRID, MOST_THREADS
 
 SCALARS = (
     *("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
@@ -27,11 +28,7 @@ SCALARS = (
 )
 _SCALAR = re.compile(r"(\w+)\((.*)\)", re.DOTALL)
 _IDENTIFIER = re.compile(r"[A-Za-z_]\w*")
-#: Limits on a block's threads and a grid's blocks per dimension.
-_MAX_BLOCK = (1024, 1024, 64)
-_MAX_GRID = (2**31 - 1, 65535, 65535)
 _MAX_CLUSTER = (16, 16, 16)
-_MAX_THREADS = 1024
 _MAX_SHARED = 1 << 20
 _MAX_WORKSPACE = 1 << 37
 
@@ -94,14 +91,14 @@ class EvaluatedLaunch:
 def evaluate_launch(solution: ResolvedSolution, number: int, names: Mapping[str, int]) -> EvaluatedLaunch:
     """Evaluate the launch with this number. Raises UsageError with the file, the key and the allowed values."""
     spec, where = solution.config.launches[number], f"launches[{number}]"
-    block = _evaluate_extents(solution, f"{where}.block", spec.block or (), names, _MAX_BLOCK)
-    if (threads := math.prod(block)) > _MAX_THREADS:
-        raise UsageError(f"{solution.path}: {where}.block: {threads} threads; a block has at most {_MAX_THREADS}")
+    block = _evaluate_extents(solution, f"{where}.block", spec.block or (), names, MOST_BLOCK)
+    if (threads := math.prod(block)) > MOST_THREADS:
+        raise UsageError(f"{solution.path}: {where}.block: {threads} threads; a block has at most {MOST_THREADS}")
     shared = _whole(solution, f"{where}.shared", spec.shared, names)
     if not 0 <= shared <= _MAX_SHARED:
         raise UsageError(f"{solution.path}: {where}.shared: {shared} bytes; no GPU's block has more than {_MAX_SHARED}")
     cluster = _evaluate_extents(solution, f"{where}.cluster", spec.cluster, names, _MAX_CLUSTER)
-    grid = _evaluate_extents(solution, f"{where}.grid", spec.grid, names, _MAX_GRID)
+    grid = _evaluate_extents(solution, f"{where}.grid", spec.grid, names, MOST_GRID)
     args: list[Argument] = []
     for n, given in enumerate(spec.args):
         key = f"{where}.args[{n}]"
