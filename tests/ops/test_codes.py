@@ -16,7 +16,8 @@ from torch import Tensor
 import greenfast
 from greenfast import QuantizedQKV
 from greenfast.ops import torch_ops
-from greenfast.ops.quantized import check_codes_once
+from greenfast.ops.arguments import check_once
+from greenfast.ops.quantized import check_operator_codes
 
 
 def made(**choices: Any) -> QuantizedQKV:
@@ -119,16 +120,16 @@ def test_the_operators_check_too(op: Any, change: dict[str, Any], says: str) -> 
 
 def test_the_check_per_kind_sees_every_difference() -> None:
     """A GPU's operator checks codes once per kind; every shape, stride, dtype and number is part of the kind."""
-    args = [getattr(PLAIN, f.name) for f in fields(PLAIN) if f.name not in ("key_mean", "mean_scores")]
-    check_codes_once(args[:6], *args[6:])
-    check_codes_once(args[:6], *args[6:])
+    args = tuple(getattr(PLAIN, f.name) for f in fields(PLAIN) if f.name not in ("key_mean", "mean_scores"))
+    check_once(check_operator_codes, args[:6], args[6:])
+    check_once(check_operator_codes, args[:6], args[6:])
     for change, error, says in WRONG:
         values = {f.name: getattr(PLAIN, f.name) for f in fields(PLAIN)} | change
         if {"key_mean", "mean_scores", "head_dim"} & {*change} or not isinstance(values["query"], Tensor):
             continue  # no operator takes the mean, and a schema converts its arguments to whole numbers
-        wrong = [values[f.name] for f in fields(PLAIN) if f.name not in ("key_mean", "mean_scores")]
+        wrong = tuple(values[f.name] for f in fields(PLAIN) if f.name not in ("key_mean", "mean_scores"))
         with pytest.raises(error, match=says):
-            check_codes_once(wrong[:6], *wrong[6:])
+            check_once(check_operator_codes, wrong[:6], wrong[6:])
 
 
 @pytest.mark.parametrize("choices", CHOICES, ids=str)

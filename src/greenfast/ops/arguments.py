@@ -168,14 +168,6 @@ def check_once(check: Any, tensors: tuple[Any, ...], others: tuple[Any, ...]) ->
     _CHECKED.add(kind)
 
 
-def check_strided(name: str, x: Any) -> None:
-    """Raise TypeError unless x is a strided tensor. Nested and sparse tensors are refused."""
-    if not isinstance(x, Tensor):
-        raise TypeError(f"{name}: a torch.Tensor is needed, got {type(x).__name__}")
-    if x.is_nested or x.layout is not torch.strided:
-        raise TypeError(f"{name}: it is nested or sparse; a strided tensor is needed")
-
-
 def check_starts(name: str, starts: Tensor, tokens: int, owner: str) -> list[int]:
     """Return the lengths between the starts of sequences.
 

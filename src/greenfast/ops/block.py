@@ -20,7 +20,7 @@ from greenfast.ops import autograd, reference, torch_ops
 from greenfast.ops.arguments import check_flag, check_once, parse_length, parse_number
 from greenfast.ops.backward import sdpa_backward
 from greenfast.ops.layout import empty_rows, is_aligned, join_rows, make_tma_compatible
-from greenfast.ops.quantized import build_config, check_choice, check_device, check_tensors, format_value
+from greenfast.ops.quantized import build_config, check_choice, check_device, check_strided, check_tensors, format_value
 from greenfast.ops.symbols import is_known, require
 
 Norm = Literal["rms", "layer"]
@@ -133,8 +133,7 @@ def check_transform(query: Tensor, key: Tensor, options: QKTransform) -> None:
     for name, x in named:
         if x is None:
             continue
-        if x.is_nested or x.layout is not torch.strided:
-            raise TypeError(f"{name}: it is nested or sparse; a strided tensor is needed")
+        check_strided(name, x)
         if x.dtype not in FLOATS:
             raise TypeError(f"{name}: its dtype is {x.dtype}; allowed are {', '.join(map(str, FLOATS))}")
         check_device(name, x, "query", query)

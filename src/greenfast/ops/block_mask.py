@@ -16,9 +16,9 @@ from torch import Tensor
 
 from greenfast.kernels.attention.block_mask import EMPTY_TILE, FULL_TILE, ROW_WORDS, TILE
 from greenfast.ops import torch_ops
-from greenfast.ops.arguments import check_flag, check_once, check_strided, parse_length
+from greenfast.ops.arguments import check_flag, check_once, parse_length
 from greenfast.ops.layout import allocate_mask
-from greenfast.ops.quantized import check_device, format_tensor
+from greenfast.ops.quantized import check_device, check_strided, format_tensor
 from greenfast.ops.symbols import is_certain, require, require_same_shape
 
 if TYPE_CHECKING:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
@@ -175,8 +175,6 @@ class QuantizedQKV:
 
 _OPTIONAL = ("key_mean", "mean_scores")
 _TENSORS = ("query", "key", "value", "query_scale", "key_scale", "value_scale", *_OPTIONAL)
-_CHECKED: set[tuple[Any, ...]] = set()
-_MAX_CHECKED = 4096
 _CONTEXT = ("precision", "head_dim", "dtype")
 
 
@@ -273,20 +271,9 @@ def check_codes(
             raise ValueError(f"{name}: it is not contiguous, strides {x.stride()}; call .contiguous() on it")
 
 
-def check_codes_once(
-    tensors: Sequence[Tensor], precision: str, head_dim: int, key_length: int, dtype: torch.dtype
-) -> None:
-    """Call ``check_codes`` of an operator's six tensors, once per combination.
-
-    The check is a fifth of a call's time.
-    """
-    layouts = tuple((x.dtype, x.device, x.layout, x.shape, x.stride()) for x in tensors)
-    kind = (layouts, precision, head_dim, key_length, dtype)
-    if kind not in _CHECKED:
-        check_codes(dict(zip(_TENSORS, tensors, strict=False)), precision, head_dim, key_length, dtype)
-        if len(_CHECKED) >= _MAX_CHECKED:
-            _CHECKED.clear()
-        _CHECKED.add(kind)
+def check_operator_codes(*args: Any) -> None:
+    """Call ``check_codes`` with the arguments of an operator: six tensors, then its others."""
+    check_codes(dict(zip(_TENSORS, args[:6], strict=False)), *args[6:])
 
 
 def _get_allowed_shapes(
@@ -314,13 +301,18 @@ def _get_allowed_shapes(
     return {name: allowed for name, allowed in shapes.items() if name in tensors}
 
 
+def check_strided(name: str, x: Any) -> None:
+    """Raise TypeError unless x is a strided tensor. Nested and sparse tensors are refused."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name}: a torch.Tensor is needed, got {type(x).__name__}")
+    if x.is_nested or x.layout is not torch.strided:
+        raise TypeError(f"{name}: it is nested or sparse; a strided tensor is needed")
+
+
 def check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
     """Raise the errors of ``greenfast.quantize`` for tensors that do not fit together."""
     for name, x in (("query", query), ("key", key), ("value", value)):
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name}: a torch.Tensor is needed, got {type(x).__name__}")
-        if x.is_nested or x.layout is not torch.strided:
-            raise TypeError(f"{name}: it is nested or sparse; a strided tensor is needed")
+        check_strided(name, x)
         if x.dtype not in DTYPES:
             cast = "; greenfast.sdpa casts with float32_as" if x.dtype == torch.float32 else ""
             raise TypeError(f"{name}: its dtype is {x.dtype}; allowed are {', '.join(map(str, DTYPES))}{cast}")

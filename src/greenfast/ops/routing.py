@@ -495,18 +495,24 @@ def _is_fused_allowed() -> bool:
 _is_fused_allowed._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def _explain_kernel(
-    query: Tensor, form: CanonicalCall, dtype: torch.dtype, precision: str, gpu: Target | None, packed: bool
-) -> Explanation:
-    device = query.device
-    if gpu is not None:
-        return _explain_cuda(gpu, tuple(form.query), tuple(form.key), dtype, precision, form.causal, packed)
+def explain_device(name: str, device: torch.device, precision: str = "") -> Explanation | None:
+    """Explain a call on any device but a GPU; None for a GPU. name: the argument on the device."""
     if device.type == "cpu":
         return Explanation("reference", "the kernels' arithmetic in PyTorch, for CPU tensors; slow", precision)
     if device.type == "meta":
         return Explanation("meta", "a shape and a dtype: meta tensors hold no numbers", precision)
     if device.type != "cuda":
-        return Explanation(TORCH, f"query: on {device.type}, for which there are no kernels")
+        return Explanation(TORCH, f"{name}: on {device.type}, for which there are no kernels")
+    return None
+
+
+def _explain_kernel(
+    query: Tensor, form: CanonicalCall, dtype: torch.dtype, precision: str, gpu: Target | None, packed: bool
+) -> Explanation:
+    if gpu is not None:
+        return _explain_cuda(gpu, tuple(form.query), tuple(form.key), dtype, precision, form.causal, packed)
+    if (elsewhere := explain_device("query", query.device, precision)) is not None:
+        return elsewhere
     if torch.compiler.is_compiling():  # lengths and head_dim may be symbols; the padded head dim is not
         head_dim = pad_head_dim_size(form.query[3])
         name, reason = _explain_traced(query.get_device(), head_dim, dtype, precision, form.causal, packed)

@@ -18,9 +18,10 @@ from torch.autograd import forward_ad
 from torch.utils import flop_counter
 
 from greenfast.ops import autograd, reference
+from greenfast.ops.arguments import check_once
 from greenfast.ops.backward import sdpa_backward, sdpa_kept_backward
 from greenfast.ops.layout import empty_rows
-from greenfast.ops.quantized import QuantizedQKV, build_config, check_codes_once, check_tensors, pad_head_dim_size
+from greenfast.ops.quantized import QuantizedQKV, build_config, check_operator_codes, check_tensors, pad_head_dim_size
 
 LIBRARY: Any = torch.library.Library("greenfast", "DEF")  # type: ignore[no-untyped-call]
 _INPUTS = "Tensor query, Tensor key, Tensor value"
@@ -91,7 +92,7 @@ def _free_block_count(name: str, shape: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _attention_cuda(lse: bool, *args: Any) -> Any:
-    check_codes_once(args[:_NUM_CODES], *args[_NUM_CODES:-2])
+    check_once(check_operator_codes, args[:_NUM_CODES], args[_NUM_CODES:-2])
     return load_cuda().attend_codes(lse, *args)
 
 

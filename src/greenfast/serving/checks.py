@@ -14,12 +14,11 @@ from greenfast.ops.arguments import (
     MAX_LENGTH,
     check_once,
     check_starts,
-    check_strided,
     check_used,
     parse_length,
     parse_softcap,
 )
-from greenfast.ops.quantized import DTYPES, check_device
+from greenfast.ops.quantized import DTYPES, check_device, check_strided
 from greenfast.ops.symbols import is_known, require, require_same_shape
 
 E4M3 = torch.float8_e4m3fn

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from greenfast.ops.routing import TORCH, Explanation
+from greenfast.ops.routing import TORCH, Explanation, explain_device
 from greenfast.serving.checks import E4M3
 
 _HOPPER = (9, 0)
@@ -41,12 +41,8 @@ def explain_call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Exp
     except (TypeError, ValueError, NotImplementedError) as e:
         return Explanation(TORCH, str(e))
     device = tensors[0].device
-    if device.type == "cpu":
-        return Explanation("reference", "the kernels' arithmetic in PyTorch, for CPU tensors; slow")
-    if device.type == "meta":
-        return Explanation("meta", "a shape and a dtype: meta tensors hold no numbers")
-    if device.type != "cuda":
-        return Explanation(TORCH, f"q: on {device.type}, for which there are no kernels")
+    if (elsewhere := explain_device("q", device)) is not None:
+        return elsewhere
     capability = torch.cuda.get_device_capability(device)
     if capability != _HOPPER:
         return Explanation(
