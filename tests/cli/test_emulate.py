@@ -438,6 +438,15 @@ def test_a_wrong_option_is_2(
     assert said in ran.err
 
 
+def test_the_threads_that_ptx_requires_are_the_limit(capsys: pytest.CaptureFixture[str], files: Path) -> None:
+    (files / "k.ptx").write_text(
+        ".version 8.0\n.target sm_90\n.address_size 64\n.visible .entry k()\n.reqntid 32, 1, 1\n{\n ret;\n}\n"
+    )
+    assert emulate(capsys, files / "k.ptx", "--grid", "1", "--block", "32").code == 0
+    ran = emulate(capsys, files / "k.ptx", "--grid", "1", "--block", "64")
+    assert_said(ran, 2, "--block 64,1,1: __launch_bounds__ of k allows 32 threads")
+
+
 def test_an_expectation_of_another_shape_is_2(capsys: pytest.CaptureFixture[str], files: Path) -> None:
     np.save(files / "want.npy", np.zeros((10, 10)))
     ran = emulate(capsys, files / "saxpy.cu", *SAXPY_ARGS, "--expect", f"y={files / 'want.npy'}")
