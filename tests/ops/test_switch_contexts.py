@@ -117,54 +117,6 @@ def test_tasks_may_share_one_switch() -> None:
     assert route.routed.taken == 2
 
 
-def test_it_holds_in_tasks_that_are_started_inside_while_it_is_open() -> None:
-    async def main() -> None:
-        left = asyncio.Event()
-
-        async def child() -> list[str]:
-            result = [computed_by()]
-            with routes("int8"):
-                result.append(computed_by())
-                await left.wait()
-                result.append(computed_by())
-            return [*result, computed_by()]
-
-        with routes():
-            assert await asyncio.gather(asyncio.to_thread(computed_by), wrapped()) == ["torch", "fp8"]  # type: ignore[comparison-overlap]
-            task = asyncio.create_task(child())
-            await asyncio.sleep(0)
-        left.set()
-        assert await task == ["fp8", "int8", "int8", "torch"]
-
-    async def wrapped() -> str:
-        await asyncio.sleep(0)
-        return computed_by()
-
-    run(main())
-
-
-def test_a_task_is_cancelled_and_another_fails() -> None:
-    async def sleeps() -> None:
-        with routes():
-            await asyncio.sleep(60)
-
-    async def fails() -> None:
-        with routes("int8"):
-            await asyncio.sleep(0)
-            raise KeyError
-
-    async def main() -> None:
-        tasks = [asyncio.create_task(sleeps()), asyncio.create_task(fails())]
-        with pytest.raises(KeyError):
-            await tasks[1]
-        assert computed_by() == "torch"
-        tasks[0].cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await tasks[0]
-
-    run(main())
-
-
 def test_it_is_left_in_any_order() -> None:
     first, second, third = routes("fp8"), routes("int8"), greenfast.use(min_length=10**9)
     first.__enter__()
@@ -340,29 +292,6 @@ def test_a_coroutine_that_is_driven_by_hand_holds_nothing_between(thread: bool) 
             pass
 
 
-def test_a_coroutine_that_is_cancelled_ends_routed() -> None:
-    result = []
-
-    @routes()
-    async def body() -> None:
-        try:
-            await asyncio.sleep(60)
-        finally:
-            result.append(computed_by())
-            await asyncio.sleep(0)
-            result.append(computed_by())
-
-    async def main() -> None:
-        task = asyncio.create_task(body())
-        await asyncio.sleep(0)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-
-    run(main())
-    assert result == ["fp8", "fp8"]
-
-
 def generator() -> Generator[str, str, str]:
     """Yield the implementation of attention, and the values sent and thrown."""
     got = yield computed_by()
@@ -439,64 +368,6 @@ def test_a_context_manager_made_of_a_decorated_generator() -> None:
 
     with body() as result:
         assert (result, computed_by()) == ("fp8", "torch")
-
-
-def test_blocks_inside_a_decorated_body_hold_in_its_next_steps() -> None:
-    @routes()
-    async def coroutine(other: str) -> list[str]:
-        result = []
-        with greenfast.use(min_length=10**9):
-            for _ in range(2):
-                result.append(computed_by())
-                await asyncio.sleep(0)
-            with routes("int8"):
-                await asyncio.sleep(0)
-                result.append(computed_by())
-        await asyncio.sleep(0)
-        return [*result, computed_by()]
-
-    @routes()
-    def generator() -> Generator[str, Any, None]:
-        with greenfast.use(min_length=10**9):
-            yield computed_by()
-            yield computed_by()
-            try:
-                with routes("int8"):
-                    yield computed_by()
-            except KeyError:
-                yield computed_by()
-        yield computed_by()
-
-    @routes()
-    async def async_generator() -> AsyncIterator[str]:
-        with greenfast.use(min_length=10**9):
-            yield computed_by()
-            await asyncio.sleep(0)
-            yield computed_by()
-            with routes("int8"):
-                yield computed_by()
-        yield computed_by()
-
-    async def main() -> None:
-        with routes("int8"):
-            both = await asyncio.gather(coroutine("a"), coroutine("b"))
-            assert computed_by() == "int8"
-        assert list(both) == [["torch", "torch", "int8", "fp8"]] * 2
-        result = []
-        async for name in async_generator():
-            result += [name, computed_by()]
-        assert result == ["torch", "torch", "torch", "torch", "int8", "torch", "fp8", "torch"]
-
-    run(main())
-    assert [*generator()] == ["torch", "torch", "int8", "fp8"]
-    steps = generator()
-    assert [next(steps), in_thread(lambda: next(steps)), next(steps)] == ["torch", "torch", "int8"]
-    assert computed_by() == "torch"
-    assert in_thread(lambda: steps.throw(KeyError())) == "torch"
-    assert [*steps] == ["fp8"]
-    closed = generator()
-    assert [next(closed), next(closed), next(closed)] == ["torch", "torch", "int8"]
-    closed.close()
 
 
 def test_a_decorated_generator_leaves_no_mode_of_others() -> None:
