@@ -27,7 +27,7 @@ from greenfast.cli.options import words
 from greenfast.device.gpu import Gpu
 from greenfast.device.identity import code_hash
 from greenfast.emulator.grid import run_grid
-from greenfast.judge.implementation import build_side
+from greenfast.judge.implementation import build_rung_implementation, build_side
 from greenfast.judge.profiling import ncu, take_profile
 from greenfast.judge.report import formatting
 from greenfast.judge.request import make_request
@@ -48,7 +48,8 @@ def profile_counts(request: Any, variant: Any, shape: Any, folder: Path) -> dict
     """Profile one launch and return the comparable metrics; empty without ncu."""
     if ncu() is None:
         return {}
-    profile = take_profile(request, variant, shape, 0, f"{variant.name}-{shape.name}", metrics=[MATRIX_METRIC])
+    implementation = build_rung_implementation(request.task, variant)
+    profile = take_profile(request, implementation, shape, 0, f"{variant.name}-{shape.name}", metrics=[MATRIX_METRIC])
     command = [str(ncu()), "--import", str(profile), "--page", "raw", "--csv"]
     rows = list(csv.reader(io.StringIO(subprocess.run(command, capture_output=True, text=True, check=True).stdout)))
     names, values = rows[0], rows[-1]

@@ -14,7 +14,7 @@ from greenfast.cli.options import numbers, words
 from greenfast.device.worker import WorkerError
 from greenfast.judge.gates.performance import find_obstacle, time_sides
 from greenfast.judge.gates.registry import GATES
-from greenfast.judge.implementation import CANDIDATE, Implementation
+from greenfast.judge.implementation import CANDIDATE, Implementation, build_rung_implementation
 from greenfast.judge.pages import write_page
 from greenfast.judge.pipeline import GateRun, pending
 from greenfast.judge.record_io import RECORD, REPORT, sealed_json, side_files
@@ -40,7 +40,8 @@ def bench(request: Request, variant: Implementation | Variant, observer: Progres
     """Check and time one implementation and write its artifacts. Raises MachineError for an unwritable folder."""
     parent = request.out / request.task.config.defaults.results
     check_writable(parent)
-    run = GateRun(request, {CANDIDATE: variant}, observer)
+    implementation = build_rung_implementation(request.task, variant) if isinstance(variant, Variant) else variant
+    run = GateRun(request, {CANDIDATE: implementation}, observer)
     gates = {**GATES, "PERFORMANCE": replace(GATES["PERFORMANCE"], check=_time)}
     run.run(gate for name, gate in gates.items() if name != "EVIDENCE")
     timed = run.timed

@@ -17,7 +17,7 @@ from benchmarks.records import AccuracyRow, Benchmark, HostRow, Row
 from benchmarks.report import benchmark_report, headline
 from greenfast.device.worker import Worker, WorkerError
 from greenfast.judge.gates.registry import GATES
-from greenfast.judge.implementation import CANDIDATE, BuiltSide, find_rung
+from greenfast.judge.implementation import CANDIDATE, BuiltSide, build_rung_implementation, find_rung
 from greenfast.judge.pipeline import GateRun
 from greenfast.judge.record_io import PLOT, RECORD, REPORT, sealed_json
 from greenfast.judge.record_schema import GateResult
@@ -160,7 +160,7 @@ def compare(
     check_writable(parent)
     built = {cell.shape.name: cell.shape for cell in (*cells, *accuracy)} if variant else {}
     request = replace(request, shapes=list(built.values()))
-    run = GateRun(request, {CANDIDATE: variant} if variant else {}, watcher)
+    run = GateRun(request, {CANDIDATE: build_rung_implementation(request.task, variant)} if variant else {}, watcher)
     limits = comparison.limits or _kernel_limits(request, run.variants[CANDIDATE])
     side = _built(run) if variant else None
     timeout_s = max(request.timeout_s, _TIMEOUT_S)

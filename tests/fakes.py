@@ -32,7 +32,7 @@ from greenfast.device.helper_kernels import FIELDS, RANGES
 from greenfast.device.session import Block, Executable, KernelImage, RunResult, Started
 from greenfast.device.worker import UnsupportedByDeviceError, Worker, WorkerError
 from greenfast.judge.emulator_session import EmulatorSession
-from greenfast.judge.implementation import build_side
+from greenfast.judge.implementation import Implementation, build_rung_implementation, build_side
 from greenfast.judge.record_schema import GateResult
 from greenfast.judge.request import CasePlan, CheckPlan, Request
 from greenfast.judge.solution.client import SolutionProcess
@@ -573,6 +573,13 @@ def request(
         out=out,
         command="greenfast judge fp8_sdpa",
     )
+
+
+def rungs(request: Request, baseline: str, candidate: str) -> tuple[Implementation, Implementation]:
+    """Two implementations of a request's task, by the names of their rungs or their toggles."""
+    variants = (request.task.config.variant(name) for name in (baseline, candidate))
+    one, other = (build_rung_implementation(request.task, variant) for variant in variants)
+    return one, other
 
 
 @dataclass

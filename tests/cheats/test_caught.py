@@ -40,6 +40,7 @@ from greenfast.judge.timing.interleaved import WARM
 from greenfast.judge.validate import validate
 from tests.cheats.cheats import CHEATS, FAILURES, TASK, Cheat, doubling
 from tests.cheats.naive import says_right
+from tests.fakes import rungs
 
 pytestmark = pytest.mark.gpu
 
@@ -140,9 +141,7 @@ def test_a_kernel_that_cannot_run_is_a_failed_gate(name: str, says: str, request
 
 def test_a_crash_leaves_the_other_side_running(request_for: MakeRequest) -> None:
     request = request_for(["even"], [0, 1])
-    record = validate(
-        request, CONFIG.variant("good"), CONFIG.variant("wild_pointer"), NullListener(), profile=False
-    ).record
+    record = validate(request, *rungs(request, "good", "wild_pointer"), NullListener(), profile=False).record
     assert [row.passed for row in record.baseline.correctness] == [True] * 3  # a third seed takes part in timing
     (reason,) = reasons(record, "CORRECTNESS")
     assert re.search(FAILURES["wild_pointer"], reason), reason

@@ -14,7 +14,7 @@ from greenfast.judge.record_io import PerformanceFile, read_record
 from greenfast.judge.report.markdown import report as render
 from greenfast.judge.report.plots import save_plot
 from greenfast.judge.validate import Outcome, validate
-from tests.fakes import L4, Behaviour, FakeDevice, Script, Watcher, install, request, shipped
+from tests.fakes import L4, Behaviour, FakeDevice, Script, Watcher, install, request, rungs, shipped
 from tests.judge import behaviours
 
 MISSION_TOGGLES = {
@@ -32,8 +32,7 @@ def run(monkeypatch: pytest.MonkeyPatch, folder: Path, behave: Behaviour | None 
     asked = request(folder / "results", device=L4 if gpu else None)
     candidate = Script(us=10.0) if behave is None else Script(us=10.0, behave=behave)
     install(monkeypatch, FakeDevice(asked, {"stage1": Script(us=20.0), "stage2": candidate}))
-    config = asked.task.config
-    return validate(asked, config.variant("stage1"), config.variant("stage2"), Watcher(), profile=False)
+    return validate(asked, *rungs(asked, "stage1", "stage2"), Watcher(), profile=False)
 
 
 def read(path: Path) -> Any:

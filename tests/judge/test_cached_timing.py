@@ -24,7 +24,7 @@ from greenfast.judge.record_schema import GateResult, Record, Side
 from greenfast.judge.report.markdown import report, short_form
 from greenfast.judge.validate import Outcome, validate
 from greenfast.spec.errors import UsageError
-from tests.fakes import L4, FakeDevice, Script, Watcher, install, request
+from tests.fakes import L4, FakeDevice, Script, Watcher, install, request, rungs
 from tests.judge import behaviours
 
 SLOW, FAST = Script(us=20.4), Script(us=10.0)
@@ -62,7 +62,7 @@ class Machines:
     def _run(self, folder: Path, device: Any, scripts: Any, kept: Any, required: float | None, options: Any) -> Outcome:
         asked = request(folder, device=device, **{"warmup_iters": 5, "timed_iters": 40, **options})
         install(self.monkeypatch, FakeDevice(asked, scripts))
-        one, other = (asked.task.config.variant(name) for name in ("stage1", "stage2"))
+        one, other = rungs(asked, "stage1", "stage2")
         return validate(asked, one, other, Watcher(), required=required, profile=False, kept=kept)
 
 

@@ -34,7 +34,20 @@ from greenfast.judge.validate import validate
 from greenfast.spec.errors import UsageError
 from greenfast.spec.kernel import render_program
 from greenfast.spec.problem import build_case, build_references
-from tests.fakes import L4, Behaviour, Call, FakeDevice, FakeGpu, Script, Watcher, install, request, right, shipped
+from tests.fakes import (
+    L4,
+    Behaviour,
+    Call,
+    FakeDevice,
+    FakeGpu,
+    Script,
+    Watcher,
+    install,
+    request,
+    right,
+    rungs,
+    shipped,
+)
 from tests.judge.small_task import FAMILY, PROBLEM, write_task
 
 pytestmark = pytest.mark.usefixtures("families_here")
@@ -255,7 +268,7 @@ def run(
     whole = add_check_plan(plain, config.rung("fast"), **{"chosen": False} | options)
     scripts = {"plain": Script(us=20.0), "fast": Script(us=10.0, behave=behave)}
     install(monkeypatch, FakeDevice(whole, scripts))
-    return validate(whole, config.variant("plain"), config.variant("fast"), Watcher(), profile=False).record
+    return validate(whole, *rungs(whole, "plain", "fast"), Watcher(), profile=False).record
 
 
 def wrong_at(
@@ -391,8 +404,7 @@ def test_a_measured_exam_completes_one_without_a_gpu(monkeypatch: pytest.MonkeyP
 
     def decided(here: Request, kept: list[StoredRecord]) -> Record:
         install(monkeypatch, FakeDevice(here))
-        one, other = (task.config.variant(name) for name in ("plain", "fast"))
-        return validate(here, one, other, Watcher(), profile=False, kept=kept).record
+        return validate(here, *rungs(here, "plain", "fast"), Watcher(), profile=False, kept=kept).record
 
     record = decided(here, kept)
     assert (record.decision, record.exam and record.exam.complete) == ("MERGE", True), record.reasons

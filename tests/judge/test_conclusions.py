@@ -29,7 +29,7 @@ from greenfast.judge.record_schema import FIRST_GATES, OBSERVED_GATES, SCHEMA_VE
 from greenfast.judge.timing.estimators import noise_floor, speedup_interval
 from greenfast.judge.validate import validate
 from greenfast.spec.errors import UsageError
-from tests.fakes import L4, FakeDevice, Script, Watcher, install, request
+from tests.fakes import L4, FakeDevice, Script, Watcher, install, request, rungs
 from tests.judge.small_task import FAMILY, loaded
 
 Content: TypeAlias = dict[str, Any]
@@ -46,8 +46,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Content
         def run(name: str, us: float) -> Content:
             asked = request(folder / name, device=L4)
             install(patch, FakeDevice(asked, {"stage1": Script(us=20.0), "stage2": Script(us=us)}))
-            one, other = (asked.task.config.variant(rung) for rung in ("stage1", "stage2"))
-            outcome = validate(asked, one, other, Watcher(), profile=False)
+            outcome = validate(asked, *rungs(asked, "stage1", "stage2"), Watcher(), profile=False)
             (folder / f"{name}.json").write_bytes((outcome.folder / RECORD).read_bytes())
             content: Content = json.loads(sealed_json(outcome.record, conclusions=True))
             return content
@@ -378,9 +377,8 @@ def program(toggles, fmt, dims, *, instrumented=False):
 
 def test_each_kernel_of_a_program_has_rows_of_its_own(tmp_path: Path) -> None:
     task = loaded(tmp_path / "twice", family=TWO_KERNELS)
-    fast = task.config.variant("fast")
     asked = request(tmp_path / "out", task=task, shapes=["tiny"], fmt="float", device=None)
-    record = validate(asked, fast, fast, Watcher(), profile=False).record
+    record = validate(asked, *rungs(asked, "fast", "fast"), Watcher(), profile=False).record
     (resources,) = (gate for gate in record.gates if gate.gate == "RESOURCES")
     names = [name for name, *_ in resources.checks]
     assert resources.status == "PASS"

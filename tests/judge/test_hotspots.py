@@ -18,7 +18,7 @@ from greenfast.spec.arch import Target
 from greenfast.spec.errors import UsageError
 from greenfast.spec.kernel import render_program
 from tests.cli.command_line import ROOT
-from tests.fakes import Watcher, request, shipped
+from tests.fakes import Watcher, request, rungs, shipped
 
 
 def listing(*lines: str) -> str:
@@ -105,13 +105,16 @@ def test_other_machine_code_is_not_shown_as_the_records() -> None:
 
 def test_of_several_launches_the_one_that_paces_them(tmp_path: Path) -> None:
     task = shipped("serving_attention")
-    few = task.config.variant("few_rows")
     asked = request(tmp_path, task=task, shapes=["b2_q1_s130_h4_hk1_d64"], arch="sm_90a", device=None)
-    record = validate(asked, few, few, Watcher()).record
+    record = validate(asked, *rungs(asked, "few_rows", "few_rows"), Watcher()).record
     evidence = next(gate for gate in record.gates if gate.gate == "EVIDENCE")
     assert "8 qgmma" in evidence.summary
     found = find_hot_code(record, task)
-    attention = render_program(task.family, few.values, "e4m3", asked.shapes[0].dims).steps[1].kernel
+    attention = (
+        render_program(task.family, task.config.variant("few_rows").values, "e4m3", asked.shapes[0].dims)
+        .steps[1]
+        .kernel
+    )
     kernel = compile_kernel(attention, Target("sm_90a"), isolated=True)
     wanted = find_window("candidate", "few_rows", disassemble(kernel.cubin, attention.entry))
     assert [(one.where, one.instructions) for one in found.windows] == [(wanted.where, wanted.instructions)] * 2

@@ -13,15 +13,14 @@ from greenfast.cli.main import main
 from greenfast.judge.record_schema import Record
 from greenfast.judge.validate import validate
 from greenfast.spec.facts import DeviceInfo
-from tests.fakes import L4, FakeDevice, Script, Watcher, install, request
+from tests.fakes import L4, FakeDevice, Script, Watcher, install, request, rungs
 
 H100 = DeviceInfo(kind="gpu", name="NVIDIA H100", compute_capability="9.0", cuda_version="13.0", driver="580.95")
 
 
 def run(out: Path, device: DeviceInfo | None, arch: str) -> Record:
     asked = request(out, device=device, arch=arch)
-    config = asked.task.config
-    return validate(asked, config.variant("stage1"), config.variant("stage2"), Watcher()).record
+    return validate(asked, *rungs(asked, "stage1", "stage2"), Watcher()).record
 
 
 @pytest.mark.parametrize(
@@ -57,8 +56,7 @@ def test_what_is_emulated_is_judged_but_never_timed(monkeypatch: pytest.MonkeyPa
     emulated = replace(L4, kind="emulated", name="an emulator")
     asked = request(tmp_path, device=emulated)
     device = install(monkeypatch, FakeDevice(asked, {"stage1": Script(us=20.0), "stage2": Script(us=10.0)}))
-    config = asked.task.config
-    record = validate(asked, config.variant("stage1"), config.variant("stage2"), Watcher()).record
+    record = validate(asked, *rungs(asked, "stage1", "stage2"), Watcher()).record
     assert record.gate_status("CORRECTNESS") == "PASS"
     assert record.gate_status("PERFORMANCE") == "PENDING"
     assert record.decision == "PENDING"

@@ -14,7 +14,7 @@ from greenfast.judge.record_schema import GateResult
 from greenfast.judge.validate import validate
 from greenfast.spec.errors import MachineError, UsageError
 from greenfast.spec.freshness import Freshness
-from tests.fakes import FakeDevice, Script, Watcher, install, request, shipped
+from tests.fakes import FakeDevice, Script, Watcher, install, request, rungs, shipped
 
 STAMP = "20300102-030405"
 WRITES = """#!/bin/sh
@@ -46,8 +46,7 @@ def files(folder: Path) -> list[str]:
 def evidence(monkeypatch: pytest.MonkeyPatch, out: Path, *shapes: str) -> GateResult:
     asked = request(out, shapes=("small", *shapes), seeds=(0,), processes=3, blocks=6, timed_iters=6, warmup_iters=1)
     install(monkeypatch, FakeDevice(asked, {"stage1": Script(us=20.0), "stage2": Script(us=10.0)}))
-    config = asked.task.config
-    record = validate(asked, config.variant("stage1"), config.variant("stage2"), Watcher()).record
+    record = validate(asked, *rungs(asked, "stage1", "stage2"), Watcher()).record
     assert record.decision == "MERGE"
     return record.gates[-1]
 
@@ -103,7 +102,7 @@ def test_a_failed_profile_leaves_nothing(
     use_ncu(monkeypatch, tmp_path, script, mode=mode)
     asked = request(tmp_path / "out")
     with pytest.raises(MachineError, match=said):
-        take_profile(asked, asked.task.config.variant("stage2"), asked.shapes[0], 0, STAMP)
+        take_profile(asked, rungs(asked, "stage1", "stage2")[1], asked.shapes[0], 0, STAMP)
     assert files(tmp_path / "out") == []
 
 

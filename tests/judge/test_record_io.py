@@ -15,7 +15,7 @@ from greenfast.judge.record_schema import AnyRecord, BenchRecord, GateResult, Re
 from greenfast.judge.store import to_json
 from greenfast.judge.validate import validate
 from greenfast.spec.errors import UsageError
-from tests.fakes import Watcher, request
+from tests.fakes import Watcher, request, rungs
 from tests.judge.report.records import correctness_row, speedup_row
 from tests.judge.report.records import record as make_record
 from tests.judge.small_task import FAMILY, loaded, write_task
@@ -48,7 +48,7 @@ def record(tmp_path_factory: pytest.TempPathFactory) -> Record:
     base = tmp_path_factory.mktemp("record")
     task = loaded(write_with_header(base / "twice"), family=WITH_HEADER)
     asked = request(base / "out", task=task, shapes=("tiny",), fmt="float", device=None)
-    return validate(asked, task.config.variant("plain"), task.config.variant("fast"), Watcher()).record
+    return validate(asked, *rungs(asked, "plain", "fast"), Watcher()).record
 
 
 @pytest.mark.usefixtures("made_up_records")

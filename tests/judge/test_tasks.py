@@ -18,7 +18,7 @@ from greenfast.kernels import KERNEL_DIR
 from greenfast.spec.errors import UsageError
 from greenfast.spec.kernel import render_program
 from tasks.fp8_sdpa_stage_c_wmma.kernels import family as ladder
-from tests.fakes import FakeDevice, Script, Watcher, install, request
+from tests.fakes import FakeDevice, Script, Watcher, install, request, rungs
 from tests.judge.small_task import FAMILY, PROBLEM, loaded, write_task
 
 SHIPPED = {"fp8_sdpa", "fp8_quantize", "fp8_attention", "serving_attention", "sdpa_backward"}
@@ -125,7 +125,7 @@ def test_a_task_of_ones_own_goes_through_all_gates(
     task = loaded(tmp_path / "mine")
     asked = request(tmp_path / "out", task=task, shapes=("tiny", "page"), fmt="float")
     install(monkeypatch, FakeDevice(asked, {"plain": Script(us=10.0), "fast": Script(us=us)}))
-    outcome = validate(asked, task.config.variant("plain"), task.config.variant("fast"), Watcher(), profile=False)
+    outcome = validate(asked, *rungs(asked, "plain", "fast"), Watcher(), profile=False)
     assert outcome.record.decision == decision
     assert outcome.record.candidate.toggles == {"FAST": 1}
     assert len(outcome.record.candidate.correctness) == 6  # with a third seed, which takes part in timing
@@ -135,8 +135,7 @@ def test_a_task_of_ones_own_goes_through_all_gates(
 def test_a_kernel_that_does_not_compile_names_file_and_line(tmp_path: Path) -> None:
     from_mine = loaded(tmp_path / "mine", family=FAMILY.replace("int i =", "int j ="))
     asked = request(tmp_path / "out", task=from_mine, shapes=("tiny",), fmt="float", device=None)
-    config = from_mine.config
-    record = validate(asked, config.variant("plain"), config.variant("fast"), Watcher()).record
+    record = validate(asked, *rungs(asked, "plain", "fast"), Watcher()).record
     assert record.decision == "DEFER"
     for reason in record.gates[0].reasons:
         assert 'twice.cu(3): error: identifier "i" is undefined' in reason
@@ -164,6 +163,6 @@ def test_a_problem_that_makes_no_sense_is_a_usage_error(
     asked = request(tmp_path / "out", task=task, shapes=("tiny",), fmt="float")
     device = install(monkeypatch, FakeDevice(asked))
     with pytest.raises(UsageError, match=said):
-        validate(asked, task.config.variant("plain"), task.config.variant("fast"), Watcher())
+        validate(asked, *rungs(asked, "plain", "fast"), Watcher())
     assert all(worker.closed for worker in device.workers)
     assert [p for p in (tmp_path / "out").rglob("*") if p.is_file()] == []

@@ -21,7 +21,7 @@ from greenfast.judge.task import LoadedTask, load, load_task
 from greenfast.judge.timing.estimators import speedup_row
 from greenfast.judge.validate import Outcome, validate
 from greenfast.spec.kernel import Program, render_program
-from tests.fakes import FEW, L4, Behaviour, FakeDevice, Script, Watcher, install, request, right
+from tests.fakes import FEW, L4, Behaviour, FakeDevice, Script, Watcher, install, request, right, rungs
 from tests.judge import behaviours
 from tests.judge.report.records import timing_row
 
@@ -36,9 +36,8 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Outcom
     def run(baseline: Script = SLOW, candidate: Script = FAST, **options: Any) -> Outcome:
         asked = request(tmp_path / "results", **options)
         device = install(monkeypatch, FakeDevice(asked, {"stage1": baseline, "stage2": candidate}))
-        config = asked.task.config
         watcher = Watcher()
-        outcome = validate(asked, config.variant("stage1"), config.variant("stage2"), watcher, profile=False)
+        outcome = validate(asked, *rungs(asked, "stage1", "stage2"), watcher, profile=False)
         assert watcher.gates == outcome.record.gates
         assert all(worker.closed for worker in device.workers)
         return outcome
@@ -337,8 +336,7 @@ def broken_task(folder: Path) -> LoadedTask:
 def test_a_variant_that_does_not_compile_defers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     asked = request(tmp_path / "results", task=broken_task(tmp_path / "broken"))
     install(monkeypatch, FakeDevice(asked))
-    config = asked.task.config
-    outcome = validate(asked, config.variant("stage1"), config.variant("stage2"), Watcher(), profile=False)
+    outcome = validate(asked, *rungs(asked, "stage1", "stage2"), Watcher(), profile=False)
     record = outcome.record
     assert record.decision == "DEFER"
     assert statuses(record) == {"BUILD": "FAIL"} | dict.fromkeys(list(GATES)[1:], "PENDING")
@@ -363,8 +361,7 @@ def test_a_device_at_a_low_clock_supports_no_claim(monkeypatch: pytest.MonkeyPat
     clock = lambda block: 2040.0 if block == 0 else 1000.0  # noqa: E731
     device = FakeDevice(asked, {"stage1": SLOW, "stage2": FAST}, clock=clock)
     install(monkeypatch, device)
-    config = asked.task.config
-    outcome = validate(asked, config.variant("stage1"), config.variant("stage2"), Watcher(), profile=False)
+    outcome = validate(asked, *rungs(asked, "stage1", "stage2"), Watcher(), profile=False)
     assert outcome.record.gate_status("PERFORMANCE") == "FAIL"
     assert outcome.record.speedups == []
 
@@ -372,9 +369,9 @@ def test_a_device_at_a_low_clock_supports_no_claim(monkeypatch: pytest.MonkeyPat
 def test_every_toggle_of_a_variant_that_is_no_rung_is_recorded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     asked = request(tmp_path)
     config = asked.task.config
-    candidate = config.variant("USE_WMMA_PV=1,USE_KV_LUT=1,USE_FUSED_SOFTMAX_PV=1")
+    toggles = "USE_WMMA_PV=1,USE_KV_LUT=1,USE_FUSED_SOFTMAX_PV=1"
     install(monkeypatch, FakeDevice(asked, {"stage1": SLOW}, default=Script(us=10.0, behave=right)))
-    record = validate(asked, config.variant("stage1"), candidate, Watcher(), profile=False).record
+    record = validate(asked, *rungs(asked, "stage1", toggles), Watcher(), profile=False).record
     assert record.decision == "MERGE"
     on = {name for name, value in record.candidate.toggles.items() if value}
     assert on == {"USE_CP_ASYNC", "USE_WMMA_QK", "USE_WMMA_PV", "USE_FUSED_SOFTMAX_PV", "USE_KV_LUT"}

@@ -9,6 +9,7 @@ import msgspec
 
 from greenfast.cli.console import show, table
 from greenfast.cli.progress import ProgressLine
+from greenfast.judge.implementation import build_rung_implementation
 from greenfast.judge.profiling import count_phases, take_profile
 from greenfast.judge.report.facts import PHASE_HEADER, phase_rows
 from greenfast.judge.request import now, read_request
@@ -49,10 +50,10 @@ def run(args: argparse.Namespace) -> int:
             show(f"{folder}")
     if args.ncu or both:
         check_writable(request.out / config.defaults.results)
-        stamp = now().strftime("%Y%m%d-%H%M%S")
+        stamp, implementation = now().strftime("%Y%m%d-%H%M%S"), build_rung_implementation(request.task, variant)
         with ProgressLine(f"profiling {variant.name}"):
             files = [
-                str(take_profile(request, variant, shape, request.seeds[0], stamp, launches=args.launches))
+                str(take_profile(request, implementation, shape, request.seeds[0], stamp, launches=args.launches))
                 for shape in request.shapes
             ]
         result["profiles"] = files

@@ -17,7 +17,6 @@ from greenfast.judge.implementation import (
     CANDIDATE,
     BuiltSide,
     Implementation,
-    build_rung_implementation,
     count_side_instructions,
 )
 from greenfast.judge.record_schema import (
@@ -36,7 +35,6 @@ from greenfast.judge.record_schema import (
 )
 from greenfast.judge.report.formatting import Section
 from greenfast.judge.request import ProgressListener, Request, git_state, now, package_versions
-from greenfast.judge.task import Variant
 from greenfast.spec.facts import KernelCounts
 from greenfast.spec.problem import least_work
 
@@ -129,14 +127,14 @@ class GateRun:
     def __init__(
         self,
         request: Request,
-        implementations: Mapping[str, Implementation | Variant],
+        implementations: Mapping[str, Implementation],
         observer: ProgressListener,
         *,
         required: float | None = None,
         profile: Callable[[Request, Implementation, str], tuple[list[str], str]] | None = None,
         reuse_timing: Callable[[GateRun, str], GateResult] = lambda run, reason: pending("PERFORMANCE", reason),
     ) -> None:
-        """Take the implementations by role; each is an implementation or a variant of the task.
+        """Take the implementations by role.
 
         required: the required speedup, instead of the one of the candidate's rung.
         profile: takes a profile of an implementation; returns its files, or none and the reason.
@@ -145,10 +143,7 @@ class GateRun:
         self.request = request
         self.profile = profile
         self.reuse_timing = reuse_timing
-        self.implementations = {
-            role: e if isinstance(e, Implementation) else build_rung_implementation(request.task, e)
-            for role, e in implementations.items()
-        }
+        self.implementations = implementations
         self.variants = {role: implementation.variant for role, implementation in self.implementations.items()}
         candidate = self.implementations.get(CANDIDATE)
         self.required_speedup = required or (candidate.requirements.required_speedup if candidate else None)

@@ -33,7 +33,7 @@ def ncu() -> str | None:
 
 def take_profile(
     request: Request,
-    implementation: Implementation | Variant,
+    implementation: Implementation,
     shape: Shape,
     seed: int,
     stamp: str,
@@ -49,8 +49,6 @@ def take_profile(
     tool = ncu()
     if tool is None:
         raise MachineError("ncu is not on the PATH: install NVIDIA Nsight Compute, or add its folder to PATH")
-    if isinstance(implementation, Variant):
-        implementation = build_rung_implementation(request.task, implementation)
     program = render_program(implementation.family, implementation.variant.values, request.format, shape.dims)
     solution = implementation.solution
     job = {
@@ -115,7 +113,7 @@ def count_phases(request: Request, variant: Variant, *, repeats: int = 5) -> tup
     parent = request.out / request.task.config.defaults.results
     check_writable(parent)
     family, problem = request.task.family, request.task.problem
-    run = GateRun(request, {CANDIDATE: variant}, NullListener())
+    run = GateRun(request, {CANDIDATE: build_rung_implementation(request.task, variant)}, NullListener())
     side = build_side(CANDIDATE, family, variant, request.format, request.shapes, request.target, instrumented=True)
     cycles: dict[str, dict[str, float]] = {}
     counts: dict[str, dict[str, KernelCounts]] = {}

@@ -21,7 +21,6 @@ from greenfast.judge.report.markdown import report
 from greenfast.judge.report.plots import save_plot
 from greenfast.judge.request import ProgressListener, Request
 from greenfast.judge.store import check_writable, new_run_folder, to_json, write_whole
-from greenfast.judge.task import Variant
 from greenfast.judge.timing.estimators import AGAIN
 from greenfast.spec.problem import NORMAL
 
@@ -41,8 +40,8 @@ class Outcome:
 
 def validate(
     request: Request,
-    baseline: Implementation | Variant,
-    candidate: Implementation | Variant,
+    baseline: Implementation,
+    candidate: Implementation,
     observer: ProgressListener,
     *,
     required: float | None = None,

@@ -24,7 +24,7 @@ from greenfast.spec.arch import Target
 from greenfast.spec.errors import UnsupportedError
 from tests.cheats.cheats import doubling
 from tests.cheats.kernels import KERNELS
-from tests.fakes import EmulatorHere, FakeDevice, Script, Watcher, install, request
+from tests.fakes import EmulatorHere, FakeDevice, Script, Watcher, install, request, rungs
 
 
 class Refusing(EmulatorSession):
@@ -40,8 +40,7 @@ def run(monkeypatch: pytest.MonkeyPatch, out: Path, candidate: str, session: typ
     install(monkeypatch, FakeDevice(asked, {"good": Script(us=20.0), candidate: Script(us=10.0)}))
     make = lambda: EmulatorHere(session)  # noqa: E731
     monkeypatch.setattr(Request, "make_emulator", property(lambda self: make))
-    config = asked.task.config
-    return validate(asked, config.variant("good"), config.variant(candidate), Watcher(), profile=False).record
+    return validate(asked, *rungs(asked, "good", candidate), Watcher(), profile=False).record
 
 
 def test_a_short_limit_for_the_gpu_is_not_the_emulators(tmp_path: Path) -> None:

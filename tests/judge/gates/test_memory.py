@@ -15,7 +15,7 @@ from greenfast.judge.record_io import decide
 from greenfast.judge.record_schema import PlanCoverage, Record
 from greenfast.judge.validate import validate
 from tests.cheats.cheats import doubling
-from tests.fakes import Behaviour, Call, FakeDevice, Script, Watcher, install, request, right
+from tests.fakes import Behaviour, Call, FakeDevice, Script, Watcher, install, request, right, rungs
 
 
 def judge(monkeypatch: pytest.MonkeyPatch, out: Path, behave: Behaviour = right) -> Record:
@@ -23,8 +23,7 @@ def judge(monkeypatch: pytest.MonkeyPatch, out: Path, behave: Behaviour = right)
     asked = request(out, task=doubling(), shapes=("even", "tail"), seeds=(0,), fmt="fp32", timed_iters=60)
     asked = replace(asked, check_plan=add_check_plan(asked, None, chosen=True, seed=7).check_plan)
     install(monkeypatch, FakeDevice(asked, {"good": Script(us=20.0), "slow": Script(us=10.0, behave=behave)}))
-    config = asked.task.config
-    return validate(asked, config.variant("good"), config.variant("slow"), Watcher(), profile=False).record
+    return validate(asked, *rungs(asked, "good", "slow"), Watcher(), profile=False).record
 
 
 def reads_at(offset: int, nbytes: int = 4) -> Behaviour:

@@ -17,7 +17,7 @@ from greenfast.judge.record_schema import FIRST_GATES, GateResult, Record, Statu
 from greenfast.judge.report.formatting import Section
 from greenfast.judge.report.junit import junit
 from greenfast.judge.report.markdown import report
-from tests.fakes import L4, FakeDevice, Script, Watcher, install, request
+from tests.fakes import L4, FakeDevice, Script, Watcher, install, request, rungs
 
 
 def make_gate(status: Status) -> Gate:
@@ -69,8 +69,7 @@ def check_added_gate(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, decision: 
     """Judge with the registry's gates; check the order, the record, the reports and the exit code."""
     asked = request(tmp_path, device=L4)
     install(monkeypatch, FakeDevice(asked, {"stage1": Script(us=20.0), "stage2": Script(us=10.0)}))
-    baseline, candidate = (asked.task.config.variant(rung) for rung in ("stage1", "stage2"))
-    outcome = validation.validate(asked, baseline, candidate, Watcher(), profile=False)
+    outcome = validation.validate(asked, *rungs(asked, "stage1", "stage2"), Watcher(), profile=False)
     record = read_record(outcome.folder)
     assert isinstance(record, Record)
     assert record == outcome.record
