@@ -14,7 +14,7 @@ pytestmark = pytest.mark.slow
 
 
 def test_there_are_kernels_of_every_sort() -> None:
-    assert len(KERNELS) >= 45
+    assert len(KERNELS) >= 30
     assert {k.function.__module__ for k in KERNELS.values()} == {triton_kernels.__name__, triton_products.__name__}
     assert sum(bool(k.refused) for k in KERNELS.values()) <= 0.05 * len(KERNELS)
 

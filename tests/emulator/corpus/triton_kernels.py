@@ -11,22 +11,14 @@ from triton.language.extra import libdevice  # type: ignore[import-not-found, im
 
 from greenfast.emulator.instructions.convert import E4M3_VALUES
 from tests.emulator.corpus.cuda_layers import softmax
-from tests.emulator.corpus.cuda_numbers import philox
 from tests.emulator.corpus.cuda_products import bf16, small
-from tests.emulator.corpus.entry import F16, F32, F64, I8, I32, I64, U8, U32, Args, InOut, Out, Rng
+from tests.emulator.corpus.entry import F16, F32, F64, I8, I32, U8, U32, Args, InOut, Out, Rng
 from tests.emulator.corpus.triton_entry import Typed, launched
 
 
 def vector_add(x: tl.tensor, y: tl.tensor, z: tl.tensor, n: tl.tensor, B: tl.constexpr) -> None:
     i = tl.program_id(0) * B + tl.arange(0, B)
     tl.store(z + i, tl.load(x + i, mask=i < n) + tl.load(y + i, mask=i < n), mask=i < n)
-
-
-@launched(vector_add, grid=4, B=256)
-@launched(vector_add, grid=4, capability=80, B=256)
-def add(rng: Rng) -> Args:
-    x, y = rng.standard_normal(1000).astype(F32), rng.standard_normal(1000).astype(F32)
-    return x, y, Out(x + y), I32(1000)
 
 
 @launched(vector_add, grid=4, warps=8, B=256)
@@ -51,21 +43,6 @@ def fused_softmax(
 def softmax_rows(rng: Rng) -> Args:
     x = (rng.standard_normal((7, 300)) * 5 + 2).astype(F32)
     return Out(softmax(x.astype(F64)).astype(F32), rtol=2e-5), x, I32(300), I32(7), I32(300)
-
-
-def dropout_seeded(x: tl.tensor, y: tl.tensor, n: tl.tensor, p: tl.tensor, seed: tl.tensor, B: tl.constexpr) -> None:
-    i = tl.program_id(0) * B + tl.arange(0, B)
-    keep = tl.rand(seed, i) > p
-    tl.store(y + i, tl.where(keep, tl.load(x + i, mask=i < n) / (1 - p), 0.0), mask=i < n)
-
-
-@launched(dropout_seeded, grid=3, B=128)
-def dropout(rng: Rng) -> Args:
-    x, n, p, seed = rng.standard_normal(300).astype(F32), 300, F32(0.5), 123
-    i = np.arange(n, dtype=U32)
-    random = philox(np.stack([i, 0 * i, 0 * i, 0 * i], 1), np.array([seed, 0], U32))[:, 0].view(I32).astype(I64)
-    uniform = np.where(random < 0, -random - 1, random).astype(F32) * F32(4.6566127342e-10)
-    return x, Out(np.where(uniform > p, x / (1 - p), 0).astype(F32)), I32(n), p, I32(seed)
 
 
 def layer_norm_forward(
@@ -226,12 +203,6 @@ def _attention(rng: Rng, size: int, causal: bool) -> Args:
     )
 
 
-@launched(attention_forward, grid=(2, 2), CAUSAL=False, D=64, BM=64, BN=32)
-@launched(attention_forward, grid=(2, 2), capability=80, CAUSAL=False, D=64, BM=64, BN=32)
-def attention(rng: Rng) -> Args:
-    return _attention(rng, 100, False)
-
-
 @launched(attention_forward, grid=(2, 2), CAUSAL=True, D=64, BM=64, BN=32)
 def attention_causal(rng: Rng) -> Args:
     return _attention(rng, 90, True)
@@ -251,32 +222,6 @@ def copy_by_descriptors(
 def tensor_descriptors_made_by_the_kernel(rng: Rng) -> Args:
     x = rng.standard_normal((30, 64)).astype(F32)
     return x, Out(x * 2), I32(30), I32(64)
-
-
-def rms_norm_rope(x: tl.tensor, w: tl.tensor, table: tl.tensor, y: tl.tensor, D: tl.constexpr) -> None:
-    token, head = tl.program_id(0), tl.program_id(1)
-    half: tl.constexpr = D // 2
-    i = tl.arange(0, half)
-    index = x + (token * tl.num_programs(1) + head) * D
-    a, b = tl.load(index + i).to(tl.float32), tl.load(index + half + i).to(tl.float32)
-    r = tl.rsqrt((tl.sum(a * a) + tl.sum(b * b)) / D + 1e-6)
-    a, b = a * r * tl.load(w + i), b * r * tl.load(w + half + i)
-    c, s = tl.load(table + token * D + i), tl.load(table + token * D + half + i)
-    to = y + (token * tl.num_programs(1) + head) * D
-    tl.store(to + i, (a * c - b * s).to(tl.float16))
-    tl.store(to + half + i, (b * c + a * s).to(tl.float16))
-
-
-@launched(rms_norm_rope, grid=(5, 3), warps=1, D=64)
-def rms_norm_and_rotary_embedding(rng: Rng) -> Args:
-    x, w = (rng.standard_normal((5, 3, 64)) * 3 + 1).astype(F16), rng.standard_normal(64).astype(F32)
-    angle = np.arange(5)[:, None] * 10000.0 ** (-np.arange(32) / 32)
-    table = np.concatenate([np.cos(angle), np.sin(angle)], 1).astype(F32)
-    v = x.astype(F64)
-    v = v / np.sqrt((v**2).mean(-1, keepdims=True) + 1e-6) * w
-    a, b, c, s = v[..., :32], v[..., 32:], np.cos(angle)[:, None], np.sin(angle)[:, None]
-    y = np.concatenate([a * c - b * s, b * c + a * s], -1)
-    return x, w, table, Out(y.astype(F16), atol=1e-2, rtol=1e-3)
 
 
 def one_of_several(x: tl.tensor, y: tl.tensor, offset: tl.tensor, size: tl.tensor, B: tl.constexpr) -> None:
@@ -324,20 +269,6 @@ def reductions_of_all_kinds(rng: Rng) -> Args:
     return x, Out(np.concatenate(y).astype(I32)), Out(z.astype(I32))
 
 
-def scans(x: tl.tensor, y: tl.tensor, z: tl.tensor, R: tl.constexpr, C: tl.constexpr) -> None:
-    i = tl.arange(0, R)[:, None] * C + tl.arange(0, C)[None, :]
-    v = tl.load(x + i)
-    tl.store(y + i, tl.cumsum(v, 1))
-    tl.store(z + i, tl.cumsum(v, 0, reverse=True))
-
-
-@launched(scans, grid=1, R=16, C=64)
-@launched(scans, grid=1, capability=80, R=16, C=64)
-def scans_along_both_axes(rng: Rng) -> Args:
-    x = rng.integers(-99, 99, (16, 64), I32)
-    return x, Out(x.cumsum(1, dtype=I32)), Out(np.ascontiguousarray(x[::-1].cumsum(0, dtype=I32)[::-1]))
-
-
 def histogram_of(x: tl.tensor, y: tl.tensor, N: tl.constexpr, BINS: tl.constexpr) -> None:
     tl.store(y + tl.arange(0, BINS), tl.histogram(tl.load(x + tl.arange(0, N)), BINS))
 
@@ -383,21 +314,6 @@ def atomics_of_all_kinds(rng: Rng) -> Args:
     return x, InOut(start, Out(y.astype(I32))), InOut(np.zeros(2, F32), Out(np.full(2, x.sum(), F32))), I32(300)
 
 
-def gather_scatter(x: tl.tensor, index: tl.tensor, y: tl.tensor, z: tl.tensor, n: tl.tensor, B: tl.constexpr) -> None:
-    i = tl.arange(0, B)
-    position = tl.load(index + i, mask=i < n, other=0)
-    v = tl.load(x + position, mask=i < n)
-    tl.store(y + i, v, mask=i < n)
-    tl.store(z + position, v * 2, mask=(i < n) & (position % 2 == 0))
-
-
-@launched(gather_scatter, grid=1, B=128)
-def gather_and_scatter(rng: Rng) -> Args:
-    x, index = rng.standard_normal(100).astype(F32), rng.permutation(100).astype(I32)
-    z = np.where(np.arange(100) % 2 == 0, x * 2, 0).astype(F32)
-    return x, index, Out(x[index]), InOut(np.zeros(100, F32), Out(z)), I32(100)
-
-
 def elementwise(x: tl.tensor, y: tl.tensor, n: tl.tensor, B: tl.constexpr) -> None:
     i = tl.program_id(0) * B + tl.arange(0, B)
     v = tl.load(x + i, mask=i < n)
@@ -425,19 +341,6 @@ def elementwise_functions(rng: Rng) -> Args:
     rows += [np.vectorize(erf)(v), np.floor(v) + np.ceil(v), np.clip(v, -0.5, 0.75), np.where(v > 0, v, v * F32(0.01))]
     rows += [np.tanh(v), np.arcsin(np.clip(v, -1, 1)), np.abs(v) ** 2.5]
     return x, Out(np.stack(rows).astype(F32), rtol=2e-5, atol=2e-6), I32(100)
-
-
-def transpose_tile(x: tl.tensor, y: tl.tensor, M: tl.tensor, N: tl.tensor, B: tl.constexpr) -> None:
-    m, n = tl.program_id(0) * B + tl.arange(0, B), tl.program_id(1) * B + tl.arange(0, B)
-    v = tl.load(x + m[:, None] * N + n[None, :], mask=(m[:, None] < M) & (n[None, :] < N))
-    tl.store(y + n[:, None] * M + m[None, :], tl.trans(v), mask=(n[:, None] < N) & (m[None, :] < M))
-
-
-@launched(transpose_tile, grid=(2, 3), B=32)
-@launched(transpose_tile, grid=(2, 3), capability=80, B=32)
-def transpose(rng: Rng) -> Args:
-    x = rng.standard_normal((50, 70)).astype(F32)
-    return x, Out(np.ascontiguousarray(x.T)), I32(50), I32(70)
 
 
 def conversions(
@@ -471,22 +374,3 @@ def conversions_of_types(rng: Rng) -> Args:
     values: NDArray[np.float32] = E4M3_VALUES[codes]
     w = np.trunc(x * F32(10)).astype(I8)
     return x, Out(x.astype(F16)), Typed(Out(b), "bf16"), Typed(Out(codes.astype(U8)), "fp8e4nv"), Out(values), Out(w)
-
-
-def cross_entropy(x: tl.tensor, target: tl.tensor, loss: tl.tensor, n: tl.tensor, B: tl.constexpr) -> None:
-    row = tl.program_id(0)
-    i = tl.arange(0, B)
-    v = tl.load(x + row * n + i, mask=i < n, other=-float("inf")).to(tl.float32)
-    m = tl.max(v, 0)
-    lse = m + tl.log(tl.sum(tl.exp(v - m), 0))
-    t = tl.load(target + row)
-    tl.store(loss + row, tl.where(t >= 0, lse - tl.load(x + row * n + tl.maximum(t, 0)).to(tl.float32), 0.0))
-
-
-@launched(cross_entropy, grid=4, B=256)
-def cross_entropy_loss(rng: Rng) -> Args:
-    x, target = (rng.standard_normal((4, 200)) * 3).astype(F16), np.array([0, 199, -1, 17], I32)
-    v = x.astype(F64)
-    lse = np.log(np.exp(v).sum(1))
-    loss = np.where(target >= 0, lse - v[np.arange(4), np.maximum(target, 0)], 0)
-    return x, target, Out(loss.astype(F32), rtol=1e-5, atol=1e-5), I32(200)

@@ -127,11 +127,6 @@ def _descriptors(rng: Rng) -> Args:
     )
 
 
-@launched(matmul_descriptors, grid=(2, 1), BM=64, BN=64, BK=64, WS=False)
-def matmul_with_tensor_descriptors(rng: Rng) -> Args:
-    return _descriptors(rng)
-
-
 # two groups of warps compute the same tile here, and both store it
 @launched(matmul_descriptors, grid=(2, 1), BM=64, BN=64, BK=64, WS=True)
 def matmul_warp_specialised(rng: Rng) -> Args:
@@ -173,65 +168,6 @@ def matmul_persistent_with_descriptors(rng: Rng) -> Args:
         Beyond(w),
         Beyond(Out(y)),
     )
-
-
-def grouped_matmul(
-    a: tl.tensor, b: tl.tensor, c: tl.tensor, sizes: tl.tensor, groups: tl.tensor, P: tl.constexpr, B: tl.constexpr
-) -> None:
-    tile = tl.program_id(0)
-    done = 0
-    for g in range(groups):
-        M, N, K = tl.load(sizes + g * 3), tl.load(sizes + g * 3 + 1), tl.load(sizes + g * 3 + 2)
-        columns = tl.cdiv(N, B)
-        tiles = tl.cdiv(M, B) * columns
-        while tile >= done and tile < done + tiles:
-            m = (tile - done) // columns * B + tl.arange(0, B)
-            n = (tile - done) % columns * B + tl.arange(0, B)
-            acc = tl.zeros((B, B), tl.float32)
-            for k in range(0, K, B):
-                i = k + tl.arange(0, B)
-                x = tl.load(a + m[:, None] * K + i[None, :], mask=(m[:, None] < M) & (i[None, :] < K), other=0.0)
-                y = tl.load(b + i[:, None] * N + n[None, :], mask=(i[:, None] < K) & (n[None, :] < N), other=0.0)
-                acc = tl.dot(x, y, acc)
-            tl.store(c + m[:, None] * N + n[None, :], acc, mask=(m[:, None] < M) & (n[None, :] < N))
-            tile += P
-        done += tiles
-        a += M * K
-        b += K * N
-        c += M * N
-
-
-@launched(grouped_matmul, grid=3, P=3, B=32)
-@launched(grouped_matmul, grid=3, capability=80, P=3, B=32)
-def matmul_grouped(rng: Rng) -> Args:
-    sizes = np.array([(40, 32, 48), (8, 70, 32), (33, 31, 17)], I32)
-    a, b = [small(rng, m, k) for m, _, k in sizes], [small(rng, k, n) for _, n, k in sizes]
-    c = np.concatenate([(x @ y).ravel() for x, y in zip(a, b, strict=True)])
-    flat = [np.concatenate([m.ravel() for m in ms]).astype(F16) for ms in (a, b)]
-    return *flat, Out(c), sizes, I32(3)
-
-
-def matmul_block_scales(
-    a: tl.tensor, b: tl.tensor, sa: tl.tensor, sb: tl.tensor, c: tl.tensor, K: tl.tensor, B: tl.constexpr
-) -> None:
-    # a scale per block of 32 along K, as in DeepSeek-V3's products
-    i = tl.arange(0, B)
-    acc = tl.zeros((B, B), tl.float32)
-    for k in range(0, K, B):
-        x = tl.load(a + i[:, None] * K + (k + i)[None, :])
-        y = tl.load(b + (k + i)[:, None] * B + i[None, :])
-        acc += tl.dot(x, y) * tl.load(sa + i * (K // B) + k // B)[:, None] * tl.load(sb + k // B)
-    tl.store(c + i[:, None] * B + i[None, :], acc)
-
-
-@launched(matmul_block_scales, grid=1, B=32)
-@launched(matmul_block_scales, grid=1, capability=89, B=32)
-def matmul_with_block_scales(rng: Rng) -> Args:
-    a, b = small(rng, 32, 96), small(rng, 96, 32)
-    sa, sb = 2.0 ** rng.integers(-3, 3, (32, 3)), 2.0 ** rng.integers(-3, 3, 3)
-    c = sum((a[:, k * 32 : k * 32 + 32] @ b[k * 32 : k * 32 + 32]) * sa[:, k : k + 1] * sb[k] for k in range(3))
-    kinds = [Typed(coded(m, E4M3_VALUES), "fp8e4nv") for m in (a, b)]
-    return *kinds, sa.astype(F32), sb.astype(F32), Out(np.asarray(c).astype(F32)), I32(96)
 
 
 def split_k(a: tl.tensor, b: tl.tensor, c: tl.tensor, K: tl.tensor, B: tl.constexpr, SPLIT: tl.constexpr) -> None:
