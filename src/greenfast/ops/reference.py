@@ -25,9 +25,6 @@ from greenfast.ops.quantized import FINE, QuantizedQKV, get_precision
 #: The largest weight of a row in ROW_BLOCK keys is scaled to E4M3's largest number, unless it is below the largest
 #: weight so far by more than this. It is twice the largest drop of the Hopper kernel's base between two tiles.
 _LARGEST, _MAX_BASE_DROP = 448.0, 16 * math.log(2.0)
-#: (left, right): the keys that a query attends to before and after its own place, -1 for all. Places are counted from
-#: the last query and key.
-Window = tuple[int, int]
 _ROWS = 1024  # query rows at a time, so that their scores stay small
 #: Rows that skip a tile together.
 SKIP_ROWS = 64
@@ -170,13 +167,13 @@ def _decode(codes: Tensor, fmt: str) -> Tensor:
 
 
 def attention(
-    quantized: QuantizedQKV, causal: int, scale: float, window: Window = (-1, -1), softcap: float = 0.0,
-    sinks: Tensor | None = None, mask: Tensor | None = None, skip_threshold: float = 0.0,
+    quantized: QuantizedQKV, causal: int, scale: float, softcap: float = 0.0, sinks: Tensor | None = None,
+    mask: Tensor | None = None, skip_threshold: float = 0.0,
     tile_order: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Compute softmax(scale * Q K^T) V with weights rounded to E4M3, as the kernels round them.
 
-    causal: a Mask of ``kernels.attention.config``. window: see Window. softcap: scores s become softcap * tanh(s /
+    causal: a Mask of ``kernels.attention.config``. softcap: scores s become softcap * tanh(s /
     softcap); 0: they do not. sinks: (H,), the logit of one more key of each row, without a value. mask: bool,
     broadcastable to (B, H, S, KV), False for keys that a query does not attend to. skip_threshold, tile_order: as for
     ``find_skipped_tiles``, but tile_order is (B or 1, H or 1, blocks of ROW_BLOCK rows, tiles).
@@ -195,7 +192,7 @@ def attention(
         scores = q[:, :, rows] @ k.transpose(-1, -2) * scale
         if softcap:
             scores = torch.tanh(scores / softcap) * softcap
-        scores = _mask_scores(scores, rows, q.shape[2], causal, window, mask)
+        scores = _mask_scores(scores, rows, q.shape[2], causal, mask)
         seen = (unknown & (scores > -math.inf)).any(dim=-1, keepdim=True)
         if skip_threshold:
             order = None if tile_order is None else tile_order.repeat_interleave(ROW_BLOCK, 2)[:, :, rows]
@@ -237,22 +234,17 @@ def _split_rows(count: int) -> list[slice]:
     return [slice(first, min(first + _ROWS, count)) for first in range(0, count, _ROWS)]
 
 
-def _mask_scores(
-    scores: Tensor, rows: slice, q_len: int, causal: int, window: Window = (-1, -1), mask: Tensor | None = None
-) -> Tensor:
+def _mask_scores(scores: Tensor, rows: slice, q_len: int, causal: int, mask: Tensor | None = None) -> Tensor:
     """Set scores (..., rows, KV) to -inf for keys that a query does not attend to."""
-    left, right = window
     if mask is not None:
         scores = scores.masked_fill(mask[..., rows, :].logical_not(), -math.inf)
-    if not causal and left < 0 and right < 0:
+    if not causal:
         return scores
     keys = torch.arange(scores.shape[-1], device=scores.device)
     own = torch.arange(rows.start, rows.stop, device=scores.device).unsqueeze(1)
     if causal != 1:
         own = own + scores.shape[-1] - q_len
-    if causal or right >= 0:
-        scores = scores.masked_fill(keys > own + max(0, right), -math.inf)
-    return scores if left < 0 else scores.masked_fill(keys < own - left, -math.inf)
+    return scores.masked_fill(keys > own, -math.inf)
 
 
 def _apply_softmax(scores: Tensor, v: Tensor, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -338,20 +330,19 @@ def add_packed_mean_scores(lse: Tensor, query: Tensor, key_mean: Tensor, cu_seq_
 
 
 def compute_gradients(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, causal: int, scale: float, window: Window = (-1, -1),
-    mask: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, causal: int, scale: float, mask: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the gradients of attention in float32, from its inputs and the gradient ``grad`` of its output.
 
-    query, grad: (B, H, S, D); key, value: (B, HK, KV, D). window, mask: as for ``attention``. Returns the gradients of
+    query, grad: (B, H, S, D); key, value: (B, HK, KV, D). mask: as for ``attention``. Returns the gradients of
     query, key and value, with their dtypes and strides. A row that attends to no key contributes none.
     """
-    return compute_score_gradients(grad, query, key, value, None, causal, scale, window, mask)[:3]
+    return compute_score_gradients(grad, query, key, value, None, causal, scale, mask)[:3]
 
 
 def compute_score_gradients(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, causal: int, scale: float,
-    window: Window = (-1, -1), mask: Tensor | None = None, softcap: float = 0.0,
+    mask: Tensor | None = None, softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Compute the gradients of attention with sinks (H,) and softcap. The last one is the sinks', empty without them.
 
@@ -370,7 +361,7 @@ def compute_score_gradients(
         if softcap:
             capped = torch.tanh(scores / softcap)
             scores, slope = softcap * capped, scale * (1.0 - capped.square())
-        scores = _mask_scores(scores, rows, query.shape[2], causal, window, mask)
+        scores = _mask_scores(scores, rows, query.shape[2], causal, mask)
         top = torch.maximum(scores.amax(dim=-1, keepdim=True), sink_logits)
         top = torch.where(top == -math.inf, torch.zeros_like(top), top)
         weights = torch.exp(scores - top)

@@ -33,6 +33,7 @@ from greenfast.ops.backward import flash_backward, refuse_gradients
 from greenfast.ops.call_cache import CachedLaunch, CallCache, build_allocator, replay
 from greenfast.ops.canonicalize import get_rows_shape
 from greenfast.ops.layout import is_capturing
+from greenfast.ops.masked import MaskSpec
 from greenfast.ops.quantized import DTYPES, PRECISIONS, Precision, build_config, check_choice, check_device
 from greenfast.ops.symbols import require, require_same_shape
 
@@ -303,7 +304,7 @@ def _varlen_cpu(
     scale: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     check_varlen(query, key, value, cu_seq_q, cu_seq_k, seqused_k, sinks)
-    centered = has_key_mean(softcap, sinks)
+    centered, spec = has_key_mean(softcap, sinks), MaskSpec(Mask.LOWER_RIGHT, window_left, window_right)
     config = build_config(query.shape[2], query.dtype, precision, key_mean=centered)
     out = torch.zeros_like(query, memory_format=torch.contiguous_format)
     lse = query.new_full((query.shape[1], query.shape[0]), -math.inf, dtype=torch.float32)
@@ -316,7 +317,8 @@ def _varlen_cpu(
             continue
         q = _as_batch(query, rows)
         codes = reference.quantize(q, _as_batch(key, keys), _as_batch(value, keys), config)
-        part, sums = reference.attention(codes, 0, scale, (window_left, window_right), softcap, sinks)
+        mask = spec.build_bool(q.shape[2], codes.key_length, q.device)
+        part, sums = reference.attention(codes, 0, scale, softcap, sinks, mask)
         if centered:
             scores = reference.compute_mean_scores(q, codes.tensors()[-1], rotated=True)
             sums = reference.add_mean_scores(sums, scores, Mask.LOWER_RIGHT, scale)
@@ -343,12 +345,13 @@ def _backward_by_sequence(
     refuse_gradients(seqused_k=seqused_k is not None)
     by_sinks = query.new_zeros(0) if sinks is None else torch.zeros_like(sinks)
     grads = torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
+    spec = MaskSpec(Mask.LOWER_RIGHT, window_left, window_right)
     for rows, keys in _read_lengths(query, key, cu_seq_q, cu_seq_k, None):
         if rows.start == rows.stop or keys.start == keys.stop:
             continue
         *parts, by_part_sinks = reference.compute_score_gradients(
             _as_batch(grad, rows), _as_batch(query, rows), _as_batch(key, keys), _as_batch(value, keys), sinks, 0,
-            scale, (window_left, window_right), softcap=softcap,
+            scale, spec.build_bool(rows.stop - rows.start, keys.stop - keys.start, query.device), softcap,
         )  # fmt: skip
         by_sinks += by_part_sinks
         for whole, part, tokens in zip(grads, parts, (rows, keys, keys), strict=True):
