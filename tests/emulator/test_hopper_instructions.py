@@ -115,6 +115,27 @@ def test_threads_of_a_warp_wait_for_each_other() -> None:
         assert one(body, 64, threads=64, seed=seed).tolist() == [100] * 32 + [35] * 32
 
 
+def test_a_state_token_and_test_wait() -> None:
+    body = """
+    __shared__ u64 bar;
+    if (threadIdx.x == 0) init(&bar, 64);
+    __syncthreads();
+    u64 state; u32 done = 0, rounds = 0;
+    for (int phase = 0; phase < 3; ++phase) {
+      asm volatile("mbarrier.arrive.shared.b64 %0, [%1];" : "=l"(state) : "r"(at(&bar)) : "memory");
+      do asm volatile("{.reg .pred p; mbarrier.test_wait.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
+        : "=r"(done) : "r"(at(&bar)), "l"(state) : "memory"); while (!done);
+      ++rounds;
+    }
+    __syncthreads();
+    if (threadIdx.x == 0) asm volatile("mbarrier.inval.shared.b64 [%0];" :: "r"(at(&bar)) : "memory");
+    __syncthreads();
+    bar = 5;
+    y[threadIdx.x] = rounds + bar;
+    """
+    assert (one(body, 64, threads=64) == 8).all()
+
+
 def test_a_wait_whose_result_is_ignored_is_found() -> None:
     body = """
     __shared__ u64 bar; __shared__ u32 v[32];

@@ -131,7 +131,6 @@ def test_tiles_of_different_strides() -> None:
 def test_calls() -> None:
     calls.test_functions_with_arguments_and_results()
     calls.test_pointers_to_functions_and_virtual_functions()
-    calls.test_a_large_switch_of_the_compiler()
 
 
 @pytest.mark.usefixtures("on_both")

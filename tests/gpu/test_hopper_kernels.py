@@ -18,7 +18,7 @@ from greenfast.device.session import Executable, KernelImage, RunResult
 from greenfast.device.worker import Worker, WorkerError
 from greenfast.emulator.machine.faults import KernelFaultError
 from greenfast.emulator.result import GridResult
-from tests.emulator import hopper
+from tests.emulator import hopper, kernels
 from tests.emulator import test_hopper_copies as copies
 from tests.emulator import test_hopper_instructions as instructions
 from tests.emulator import test_hopper_pipeline as pipeline
@@ -40,7 +40,7 @@ def worker_ends() -> Iterator[None]:
         _worker.pop().close()
 
 
-def on_gpu(asked: hopper.Request) -> RunResult:
+def on_gpu(asked: kernels.Request) -> RunResult:
     """The hardware's result. Raises WorkerError if the kernel fails."""
     compiled = compile_kernel(asked.kernel, hopper.HOPPER)
     image = KernelImage(compiled.cubin, "k", asked.kernel.block, asked.kernel.dynamic_smem_bytes)
