@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tests.emulator.corpus.entry import F32, I32, U32, Args, InOut, Out, Rng, Scratch, cuda
+from tests.emulator.corpus.entry import F32, I32, Args, InOut, Out, Rng, Scratch, cuda
 
 LOCKED = r"""
 __device__ int lock = 0;
@@ -277,37 +277,6 @@ def votes_in_branches(rng: Rng) -> Args:
     x = rng.permutation(np.arange(-96, 96, 6)).astype(I32)
     assert (x > 90).sum() == 0
     return x, Out(np.where(x > 0, 0, -(x < -50).sum()).astype(I32))
-
-
-@cuda(
-    r"""
-extern "C" __global__ void k(int* y, unsigned* z, float* f, double* d, unsigned long long* l) {
-  int t = blockIdx.x * blockDim.x + threadIdx.x;
-  atomicAdd(&y[0], t); atomicSub(&y[1], t); atomicMin(&y[2], 50 - t); atomicMax(&y[3], t - 5);
-  atomicAnd(&z[0], ~(1u << t % 7)); atomicOr(&z[1], 1u << t % 11); atomicXor(&z[2], (unsigned)t);
-  atomicInc(&z[3], 12u); atomicDec(&z[4], 10u);
-  atomicAdd(f, 0.5f); atomicAdd(d, 0.25); atomicMax(l, (unsigned long long)t << 33);
-  __threadfence_system();
-}""",
-    grid=2,
-    block=40,
-)
-def atomics_of_all_kinds(rng: Rng) -> Args:
-    t = np.arange(80)
-    y = np.array([t.sum(), -t.sum(), -29, 74], I32)
-    dec = 0
-    for _ in range(80):
-        dec = 10 if dec == 0 or dec > 10 else dec - 1
-    z = np.array([0xFFFFFF80, 2047, np.bitwise_xor.reduce(t), 80 % 13, dec], U32)
-    start = np.array([0xFFFFFFFF, 0, 0, 0, 0], U32)
-    one = np.zeros(1)
-    return (
-        InOut(np.zeros(4, I32), Out(y)),
-        InOut(start, Out(z)),
-        InOut(one.astype(F32), Out(np.array([40], F32))),
-        InOut(one, Out(np.array([20.0]))),
-        InOut(np.zeros(1, np.uint64), Out(np.array([79 << 33], np.uint64))),
-    )
 
 
 @cuda(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from tests.emulator.corpus.entry import F32, F64, I32, U8, U32, Args, InOut, Out, Rng, cuda
+from tests.emulator.corpus.entry import F32, F64, I32, U8, Args, InOut, Out, Rng, cuda
 
 
 @cuda(
@@ -214,51 +214,6 @@ def nbody_tiled(rng: Rng) -> Args:
     size = np.zeros((50, 4))
     size[:, :3] = (np.abs(d) * np.abs(weights)[..., None]).sum(1)
     return body, Out(force.astype(F32), atol=size * 1e-5), I32(50)
-
-
-@cuda(
-    r"""
-extern "C" __global__ void k(unsigned seed, int tries, unsigned* inside) {
-  unsigned state = seed + threadIdx.x * 747796405u, hits = 0;
-  for (int i = 0; i < tries; ++i) {
-    state = state * 1664525u + 1013904223u;
-    float x = (state >> 8) * 0x1p-24f;
-    state = state * 1664525u + 1013904223u;
-    float y = (state >> 8) * 0x1p-24f;
-    hits += __fadd_rn(__fmul_rn(x, x), __fmul_rn(y, y)) <= 1.0f;
-  }
-  atomicAdd(inside, hits);
-}""",
-    block=64,
-)
-def monte_carlo_pi(rng: Rng) -> Args:
-    state = (np.uint32(99) + np.arange(64, dtype=U32) * U32(747796405)).astype(U32)
-    hits = 0
-    for _ in range(30):
-        state = state * U32(1664525) + U32(1013904223)
-        x = (state >> 8).astype(F32) * F32(2.0**-24)
-        state = state * U32(1664525) + U32(1013904223)
-        y = (state >> 8).astype(F32) * F32(2.0**-24)
-        hits += int((x * x + y * y <= 1).sum())
-    return U32(99), I32(30), InOut(np.zeros(1, U32), Out(np.array([hits], U32)))
-
-
-@cuda(
-    r"""
-extern "C" __global__ void k(const unsigned char* rgb, unsigned char* grey, int n) {
-  int i = blockIdx.x * blockDim.x + threadIdx.x;
-  if (i >= n) return;
-  float v = 0.299f * rgb[3 * i] + 0.587f * rgb[3 * i + 1] + 0.114f * rgb[3 * i + 2];
-  grey[i] = (unsigned char)fminf(255.f, rintf(v));
-}""",
-    grid=2,
-    block=100,
-)
-def rgb_to_grey(rng: Rng) -> Args:
-    rgb = rng.integers(0, 256, (190, 3)).astype(U8)
-    grey = rgb @ np.array([0.299, 0.587, 0.114])
-    assert (np.abs(grey - np.floor(grey) - 0.5) > 1e-4).all()
-    return rgb, Out(np.rint(grey).astype(U8)), I32(190)
 
 
 @cuda(

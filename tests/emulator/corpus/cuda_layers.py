@@ -1,13 +1,11 @@
-"""Layers of neural networks: softmax, rotary embedding, activations, attention, quantization."""
+"""Layers of neural networks: softmax, rotary embedding, attention."""
 
 from __future__ import annotations
-
-import math
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tests.emulator.corpus.entry import F16, F32, F64, I8, I32, Args, Out, Rng, cuda
+from tests.emulator.corpus.entry import F16, F32, F64, I32, Args, Out, Rng, cuda
 
 
 def peaked(rng: Rng, *shape: int) -> NDArray[np.float32]:
@@ -77,34 +75,6 @@ def rotary_embedding(rng: Rng) -> Args:
     return x, position, Out(y.astype(F16), atol=3e-3), I32(3), I32(20)
 
 
-@cuda(
-    r"""
-extern "C" __global__ void k(const float* x, float* y, int n) {
-  int i = blockIdx.x * blockDim.x + threadIdx.x;
-  if (i >= n) return;
-  float v = x[i];
-  y[i] = 0.5f * v * (1 + erff(v * 0.70710678f));
-  y[n + i] = 0.5f * v * (1 + tanhf(0.79788456f * (v + 0.044715f * v * v * v)));
-  y[2 * n + i] = v / (1 + expf(-v));
-  y[3 * n + i] = v > 20 ? v : log1pf(expf(v));
-  y[4 * n + i] = v > 0 ? v : expm1f(v);
-  float t;
-  asm("tanh.approx.f32 %0, %1;" : "=f"(t) : "f"(v));
-  y[5 * n + i] = t;
-}""",
-    grid=2,
-    block=64,
-)
-def activations(rng: Rng) -> Args:
-    x = np.concatenate([[0, -0.0, 30, -30, 88, -88, 1e-6], rng.standard_normal(93) * 4]).astype(F32)
-    v = x.astype(F64)
-    erf = np.vectorize(math.erf)(v / 2**0.5)
-    inner = 0.79788456 * (v + 0.044715 * v**3)
-    rows = [0.5 * v * (1 + erf), 0.5 * v * (1 + np.tanh(inner)), v / (1 + np.exp(-v)), np.log1p(np.exp(v))]
-    rows += [np.where(v > 0, v, np.expm1(v)), np.tanh(v)]
-    return x, Out(np.stack(rows).astype(F32), rtol=2.0**-10, atol=3e-6), I32(100)
-
-
 ATTENTION = r"""
 extern "C" __global__ void k(const float* q, const float* key, const float* v, float* o, float* lse, int S,
   int causal) {
@@ -156,29 +126,3 @@ def flash_attention(rng: Rng) -> Args:
 @cuda(ATTENTION, grid=(2, 2))
 def flash_attention_causal(rng: Rng) -> Args:
     return _attention(rng, 50, True)
-
-
-@cuda(
-    r"""
-extern "C" __global__ void k(const float* x, signed char* y, float* scale, int n) {
-  __shared__ unsigned top;
-  if (threadIdx.x == 0) top = 0;
-  __syncthreads();
-  float most = 0;
-  for (int i = threadIdx.x; i < n; i += blockDim.x) most = fmaxf(most, fabsf(x[blockIdx.x * n + i]));
-  atomicMax(&top, __float_as_uint(most));
-  __syncthreads();
-  float s = fmaxf(__uint_as_float(top), 1e-20f) / 127.f;
-  if (threadIdx.x == 0) scale[blockIdx.x] = s;
-  for (int i = threadIdx.x; i < n;
-  i += blockDim.x) y[blockIdx.x * n + i] = (signed char)__float2int_rn(__fdiv_rn(x[blockIdx.x * n + i], s));
-}""",
-    grid=4,
-    block=64,
-)
-def quantize_rows_to_int8(rng: Rng) -> Args:
-    x = peaked(rng, 4, 99)
-    x[2], x[3] = 0, x[3] * 1e-30
-    scale = (np.maximum(np.abs(x).max(1), F32(1e-20)) / F32(127)).astype(F32)
-    y = np.rint((x / scale[:, None]).astype(F32)).astype(I8)
-    return x, Out(y), Out(scale), I32(99)

@@ -1,4 +1,4 @@
-"""Arithmetic: special functions, halves, bfloat16, FP8, bits, SIMD in a word, hashes and ciphers."""
+"""Arithmetic: special functions, halves, bfloat16, FP8, bits, SIMD in a word, a hash."""
 
 from __future__ import annotations
 
@@ -318,24 +318,6 @@ def simd_in_a_word(rng: Rng) -> Args:
     return a, b, Out(np.stack(rows)), I32(60)
 
 
-def _sbox() -> list[int]:
-    """Return the S-box of AES, from inverses in GF(2^8)."""
-
-    def product(a: int, b: int) -> int:
-        r = 0
-        while b:
-            r ^= a * (b & 1)
-            a, b = a << 1 ^ (0x11B if a & 128 else 0), b >> 1
-        return r
-
-    inverse = [next((b for b in range(256) if product(a, b) == 1), 0) for a in range(256)]
-    turned = [[(v << n | v >> (8 - n)) & 255 for n in range(5)] for v in inverse]
-    return [t[0] ^ t[1] ^ t[2] ^ t[3] ^ t[4] ^ 0x63 for t in turned]
-
-
-SBOX = _sbox()
-
-
 def philox(counter: NDArray[np.uint32], key: NDArray[np.uint32]) -> NDArray[np.uint32]:
     """Philox4x32-10 (Salmon et al., 2011) of (n, 4) counters and (2,) key."""
     c = [counter[:, j].astype(U64) for j in range(4)]
@@ -387,41 +369,6 @@ def sha256(rng: Rng) -> Args:
     length = rng.integers(0, 56, 23, I32)
     digests = [hashlib.sha256(row[:n].tobytes()).digest() for row, n in zip(text, length, strict=True)]
     return text, length, Out(np.frombuffer(b"".join(digests), ">u4").astype(U32).reshape(23, 8)), I32(23)
-
-
-@cuda(
-    r"""
-// a round of AES by tables in shared memory: SubBytes, ShiftRows, MixColumns, AddRoundKey
-__constant__ unsigned char sbox[256] = {SBOX};
-__device__ unsigned char times2(unsigned char v) { return v << 1 ^ (v & 128 ? 0x1b : 0); }
-extern "C" __global__ void k(const uchar4* x, const uchar4* key, uchar4* y) {
-  __shared__ uchar4 table[256];
-  __shared__ uchar4 state[8][4];
-  for (int i = threadIdx.x; i < 256; i += blockDim.x) {
-    unsigned char s = sbox[i], d = times2(s);
-    table[i] = make_uchar4(d, s, s, d ^ s);
-  }
-  int block = threadIdx.x / 4, c = threadIdx.x % 4;
-  state[block][c] = x[threadIdx.x];
-  __syncthreads();
-  uchar4 a = table[state[block][c].x], b = table[state[block][(c + 1) % 4].y];
-  uchar4 d = table[state[block][(c + 2) % 4].z], e = table[state[block][(c + 3) % 4].w], k = key[c];
-  y[threadIdx.x] = make_uchar4(a.x ^ b.w ^ d.z ^ e.y ^ k.x, a.y ^ b.x ^ d.w ^ e.z ^ k.y,
-                               a.z ^ b.y ^ d.x ^ e.w ^ k.z, a.w ^ b.z ^ d.y ^ e.x ^ k.w);
-}""".replace("SBOX", ", ".join(map(str, SBOX)))
-)
-def aes_round(rng: Rng) -> Args:
-    x, key = rng.integers(0, 256, (8, 4, 4)).astype(U8), rng.integers(0, 256, (4, 4)).astype(U8)
-    sub = np.array(SBOX, U8)[x]
-    rows = np.stack([np.roll(sub[:, :, r], -r, axis=1) for r in range(4)], axis=2)
-
-    def times(v: NDArray[np.uint8], by: int) -> NDArray[np.int64]:
-        doubled = (v.astype(I64) << 1) ^ np.where(v & 128, 0x11B, 0)
-        return {1: v.astype(I64), 2: doubled, 3: doubled ^ v}[by]
-
-    matrix = [[2, 3, 1, 1], [1, 2, 3, 1], [1, 1, 2, 3], [3, 1, 1, 2]]
-    mixed = [np.bitwise_xor.reduce([times(rows[..., j], line[j]) for j in range(4)]) for line in matrix]
-    return x, key, Out((np.stack(mixed, axis=2) ^ key).astype(U8))
 
 
 @cuda(

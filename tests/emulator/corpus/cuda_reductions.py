@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from tests.emulator.corpus.entry import F32, I32, I64, U32, Args, InOut, Out, Rng, Scratch, cuda
+from tests.emulator.corpus.entry import F32, I32, U32, Args, Out, Rng, Scratch, cuda
 
 
 @cuda(
@@ -185,20 +185,6 @@ def cub_block_reduce(rng: Rng) -> Args:
     x = rng.integers(-5000, -1, 250, I32)
     parts = [x[a : a + 96] for a in (0, 96, 192)]
     return x, Out(np.array([(p.sum(dtype=I32), p.max()) for p in parts], I32).ravel()), I32(250)
-
-
-@cuda(
-    r"""
-extern "C" __global__ void k(const int* x, long long* y, int n) {
-  long long v = threadIdx.x < n ? (long long)x[threadIdx.x] * x[threadIdx.x] : 0;
-  for (int step = 16; step; step >>= 1) v += __shfl_xor_sync(0xffffffff, v, step);
-  if (threadIdx.x % 32 == 0) atomicAdd((unsigned long long*)y, (unsigned long long)v);
-}""",
-    block=96,
-)
-def reduce_squares_int64(rng: Rng) -> Args:
-    x = rng.integers(-(2**31), 2**31, 90).astype(I32)
-    return x, InOut(np.zeros(1, I64), Out(np.array([(x.astype(I64) ** 2).sum(dtype=I64)]))), I32(90)
 
 
 @cuda(

@@ -1,10 +1,10 @@
-"""Prefix sums, histograms, sorting and merging."""
+"""Prefix sums, a histogram, sorting and merging."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from tests.emulator.corpus.entry import F32, I32, U8, U32, U64, Args, InOut, Out, Rng, Scratch, cuda
+from tests.emulator.corpus.entry import F32, I32, U64, Args, InOut, Out, Rng, Scratch, cuda
 
 
 @cuda(
@@ -69,24 +69,6 @@ extern "C" __global__ void k(const int* x, unsigned long long* states, int* y, i
 def scan_decoupled_look_back(rng: Rng) -> Args:
     x = rng.integers(-1000, 1000, 430, I32)
     return x, Scratch(np.zeros(7, U64)), Out(x.cumsum(dtype=I32)), I32(430)
-
-
-@cuda(
-    r"""
-extern "C" __global__ void k(const unsigned char* x, unsigned* y, int n) {
-  __shared__ unsigned bins[256];
-  for (int b = threadIdx.x; b < 256; b += blockDim.x) bins[b] = 0;
-  __syncthreads();
-  for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < n; i += gridDim.x * blockDim.x) atomicAdd(&bins[x[i]], 1u);
-  __syncthreads();
-  for (int b = threadIdx.x; b < 256; b += blockDim.x) if (bins[b]) atomicAdd(&y[b], bins[b]);
-}""",
-    grid=3,
-    block=96,
-)
-def histogram_shared_atomics(rng: Rng) -> Args:
-    x = np.minimum(rng.geometric(0.05, 1999), 255).astype(U8)
-    return x, InOut(np.zeros(256, U32), Out(np.bincount(x, minlength=256).astype(U32))), I32(1999)
 
 
 @cuda(
