@@ -29,7 +29,7 @@ from benchmarks.records import write_measurements
 from benchmarks.timing import time_calls
 from greenfast.judge.report.formatting import table
 from greenfast.kernels.attention.backward import CAUSAL, FULL, make_mask
-from greenfast.ops import backward, quantized_backward, torch_ops
+from greenfast.ops import backward, quantized_backward, reference, torch_ops
 from greenfast.ops.masked import MASKED_KEPT, MaskSpec
 
 HEADS, TOKENS = 16, 16384
@@ -108,17 +108,19 @@ def make_calls(tensors: Sequence[Tensor], causal: bool) -> dict[str, Callable[[]
     q, k, v, g = tensors
     length, scale = q.shape[2], q.shape[3] ** -0.5
 
-    def forward() -> tuple[Tensor, Tensor, Tensor]:
-        return torch_ops.SDPA_KEPT(q, k, v, "int8", int(causal), scale, 8)  # type: ignore[no-any-return]
+    def forward(bits: int) -> tuple[Tensor, Tensor, Tensor]:
+        return torch_ops.SDPA_KEPT(q, k, v, "int8", int(causal), scale, bits)  # type: ignore[no-any-return]
 
-    kept, mask = forward(), CAUSAL if causal else FULL
+    kept, kept_16, mask = forward(8), forward(16), CAUSAL if causal else FULL
     codes = quantized_backward.quantize(q, k, v, *kept, g, scale)
 
-    def launch(parts: str) -> Any:
-        return quantized_backward.launch(codes, length, length, mask, parts)
+    ds = quantized_backward.allocate_ds(codes, length, length, mask)
 
-    def backward_in_8_bits(out: Tensor, lse: Tensor, key_mean: Tensor) -> Any:
-        return quantized_backward.compute_gradients(g, q, k, v, out, lse, key_mean, mask, scale)
+    def launch(parts: str) -> Any:
+        return quantized_backward.launch(codes, length, length, mask, parts, ds=ds)
+
+    def backward_in_8_bits(out: Tensor, stats: Tensor, key_mean: Tensor) -> Any:
+        return quantized_backward.compute_gradients(g, q, k, v, out, stats, key_mean, mask, scale)
 
     def recompute() -> Any:
         out = torch_ops.SDPA(q, k, v, "int8", int(causal), scale)
@@ -138,14 +140,14 @@ def make_calls(tensors: Sequence[Tensor], causal: bool) -> dict[str, Callable[[]
         calls[f"{name}, forward + backward"], calls[f"{name}, backward"] = both, alone
     return calls | {
         "recomputed, forward + backward": recompute,
-        "kept, forward + backward": lambda: backward_of_kept(*forward()),
-        "kept, backward": lambda: backward_of_kept(*kept),
-        "8-bit, forward + backward": lambda: backward_in_8_bits(*forward()),
+        "kept, forward + backward": lambda: backward_of_kept(*forward(16)),
+        "kept, backward": lambda: backward_of_kept(*kept_16),
+        "8-bit, forward + backward": lambda: backward_in_8_bits(*forward(8)),
         "8-bit, backward": lambda: backward_in_8_bits(*kept),
         "8-bit, quantizer": lambda: quantized_backward.quantize(q, k, v, *kept, g, scale),
         "8-bit, kernel of dK and dV": lambda: launch("keys"),
         "8-bit, kernel of dQ": lambda: launch("queries"),
-        "int8 forward": forward,
+        "int8 forward": lambda: forward(8),
     }
 
 
@@ -187,14 +189,16 @@ def make_masked_calls(tensors: Sequence[Tensor], lengths: Tensor | None) -> dict
     def forward() -> Any:
         return MASKED_KEPT(q, k, v, "int8", lengths, None, *limits, scale)
 
-    kept = out, lse, key_mean = forward()
-    codes = quantized_backward.quantize(q, k, v, out, lse, key_mean, g, scale, lengths)
+    kept = out, stats, key_mean = forward()
+    codes = quantized_backward.quantize(q, k, v, out, stats, key_mean, g, scale, lengths)
 
-    def backward_in_8_bits(out: Tensor, lse: Tensor, key_mean: Tensor) -> Any:
-        return quantized_backward.compute_gradients(g, q, k, v, out, lse, key_mean, mask, scale, lengths)
+    def backward_in_8_bits(out: Tensor, stats: Tensor, key_mean: Tensor) -> Any:
+        return quantized_backward.compute_gradients(g, q, k, v, out, stats, key_mean, mask, scale, lengths)
+
+    ds = quantized_backward.allocate_ds(codes, length, length, mask)
 
     def launch(parts: str) -> Any:
-        return quantized_backward.launch(codes, length, length, mask, parts, lengths)
+        return quantized_backward.launch(codes, length, length, mask, parts, lengths, ds)
 
     both, alone = make_masked_flash_calls(tensors, lengths)
     return {
@@ -202,7 +206,7 @@ def make_masked_calls(tensors: Sequence[Tensor], lengths: Tensor | None) -> dict
         "FA2 bf16, backward": alone,
         "8-bit, forward + backward": lambda: backward_in_8_bits(*forward()),
         "8-bit, backward": lambda: backward_in_8_bits(*kept),
-        "8-bit, quantizer": lambda: quantized_backward.quantize(q, k, v, out, lse, key_mean, g, scale, lengths),
+        "8-bit, quantizer": lambda: quantized_backward.quantize(q, k, v, out, stats, key_mean, g, scale, lengths),
         "8-bit, kernel of dK and dV": lambda: launch("keys"),
         "8-bit, kernel of dQ": lambda: launch("queries"),
         "int8 forward": forward,
@@ -334,9 +338,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         }
         q, k, v, g = tensors
         out, lse = _ATEN._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)[:2]
+        _, stats, key_mean = torch_ops.SDPA_KEPT(q, k, v, "int8", int(causal), scale, 8)
+        of_mean = reference.compute_mean_scores(q, key_mean, rotated=True)
+        stats = torch.stack([lse, reference.add_mean_scores(stats[..., 1], of_mean, int(causal), scale)], -1)
         no_mean = torch.zeros_like(k[:, :, 0], dtype=torch.float32)
         mask = CAUSAL if causal else FULL
-        grads = quantized_backward.compute_gradients(g, q, k, v, out, lse, no_mean, mask, scale)
+        grads = quantized_backward.compute_gradients(g, q, k, v, out, stats, no_mean, mask, scale)
         errors["8-bit, bf16 forward"] = measure_errors(tensors, hidden, grads)
         us = time_calls(calls)
         flop = 2e-6 * TOKENS * length * HEADS * head_dim / (2 if causal else 1)  # of a product, in millions

@@ -1,4 +1,4 @@
-"""The backward pass in 8 bits as a kernel family: dK and dV, by two kernels at head dim 256, then dQ.
+"""The backward pass in 8 bits as a kernel family: dK, dV and dS, by two kernels at head dim 256, then dQ from dS.
 
 A shape has H heads of Q and HK of K and V (of all sequences of a batch), S queries, KV keys and head dim D. CAUSAL=1:
 query i attends to keys 0 .. i, with 2 to keys 0 .. i + KV - S. WINDOW=W: only to the W keys up to its own place, the
@@ -9,11 +9,12 @@ number of keys of its own, which a kernel reads.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from greenfast.kernels import HEAD_DIMS
 from greenfast.kernels.attention import backward
 from greenfast.spec.errors import UsageError, unknown
-from greenfast.spec.kernel import Program, Step
+from greenfast.spec.kernel import Program, Step, Workspace
 
 FORMATS = ("int8",)
 _REQUIRED = ("H", "HK", "S", "KV", "D")
@@ -46,16 +47,6 @@ def get_limits(d: Mapping[str, int]) -> tuple[int, int, int]:
     return max(1, d["CAUSAL"]), side, 0 if d["CAUSAL"] else side
 
 
-def _choose_tiles(toggles: Mapping[str, int], head_dim: int) -> backward.BackwardTiling:
-    if toggles["USE_WIDE_TILES"]:
-        if head_dim == 256:
-            raise UsageError("USE_WIDE_TILES=1: at D=256 dQ has tiles of 64 keys; shared memory holds no wider ones")
-        return backward.BackwardTiling(head_dim, consumers=2, stages=3, block_n=128)
-    if head_dim == 64:  # the registers of wide tiles allow two warpgroups
-        return backward.BackwardTiling(head_dim, consumers=3, stages=4, registers=(160, 24))
-    return backward.BackwardTiling(head_dim, consumers=2, stages=3 if head_dim == 256 else 4)
-
-
 def program(toggles: Mapping[str, int], fmt: str, dims: Mapping[str, int], *, instrumented: bool = False) -> Program:
     """Return the launches. Raises UsageError as Family documents."""
     if instrumented:
@@ -63,10 +54,11 @@ def program(toggles: Mapping[str, int], fmt: str, dims: Mapping[str, int], *, in
     d = read_dims(dims, fmt)
     mask = backward.make_mask(*get_limits(d), d["S"], d["KV"], lengths=bool(d["LENGTHS"]))
     sizes = (d["H"], d["HK"], d["S"], d["KV"], mask, d["HK"] if mask.lengths else 1)
-    of_queries = _choose_tiles(toggles, d["D"])
     keys = [
         Step(backward.keys_kernel(tiles, mask), backward.keys_launch(tiles, *sizes))
-        for tiles in backward.KEYS_TILINGS[d["D"]]
+        for tiles in (replace(x, turns=bool(toggles["USE_TURNS"])) for x in backward.KEYS_TILINGS[d["D"]])
     ]
-    queries = Step(backward.queries_kernel(of_queries, mask), backward.queries_launch(of_queries, *sizes))
-    return Program((*keys, queries))
+    tiles = backward.QUERIES_TILINGS[d["D"]]
+    queries = Step(backward.queries_kernel(tiles, mask), backward.queries_launch(tiles, *sizes))
+    ds = Workspace(backward.stored_bytes(d["H"], d["S"], d["KV"], mask))
+    return Program((*keys, queries), {"ds": ds})

@@ -1,11 +1,13 @@
 """The problem of the backward pass: gradients of attention from int8 and E4M3 codes of Q, K, V and dO.
 
-``exact`` evaluates the codes and tables in float64, as kernels/attention/sm90/backward.cuh defines: weights P times
-the scale of dO's row, and dS = P (dP - delta). The bound follows the roundings of P and dS to E4M3. Gates of the
-config: gradients of standard normal inputs are within 6 % of exact ones, and their elements have a standard deviation
-of 0.8 to 2 at 2,048 tokens. Of 3 to 12 million elements the largest error is 0.8 to 2.0 and 0.1 % are bad, if P and dS
-are rounded in float64 as the kernels do. If the factors are rounded to E4M3, a sum of products is off by less
-than 2^-4, unless they cancel.
+``exact`` evaluates the codes and tables in float64, as kernels/attention/sm90/backward.cuh defines: weights P relative
+to the largest of a row, and dS = P (dP - delta) in units of a query. The bound follows the roundings of P and dS to
+E4M3.
+
+Gates of the config: gradients of standard normal inputs are within 6 % of exact ones, and their elements have a
+standard deviation of 0.8 to 2 at 2,048 tokens. Of 3 to 12 million elements the largest error is 0.8 to 2.0 and 0.1 %
+are bad, if P and dS are rounded in float64 as the kernels do. If the factors are rounded to E4M3, a sum of products is
+off by less than 2^-4, unless they cancel.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from greenfast.judge.task import import_file
-from greenfast.kernels.attention.backward import ROWS
+from greenfast.kernels.attention.backward import LARGEST_WEIGHT, NO_UNIT, PAIR_ORDER, ROWS
 from greenfast.kernels.attention.config import KEY_ORDER
 from greenfast.numerics.attention import E4M3_SUM
 from greenfast.numerics.inputs import VARIANTS as VARIANTS
@@ -35,10 +37,8 @@ _family = import_file(Path(__file__).with_name("family.py"))
 
 #: Float bits of 1.5 * 2^23, which the starts of accumulators count from, and that number.
 _MAGIC_BITS, _MAGIC = 0x4B400000, 1.5 * 2.0**23
-#: Half a step of E4M3: relative, and of numbers below 2^-6 absolute. The largest number of a row is at least 1.
+#: Half a step of E4M3: relative, and of numbers below 2^-6 absolute.
 _STEP, _SMALLEST = 2.0**-4, 2.0**-10
-#: log2 of the first scales of P and dS for dV, dK and dQ, which only shrink.
-_FIRST_WEIGHT, _FIRST_KEY_SLOPE, _FIRST_QUERY_SLOPE = 100, 40, 60
 #: Sums by the tensor cores, and in float32.
 _SUMS = E4M3_SUM + 2.0**-14
 #: An exponent is a product with a factor of the scores, plus numbers below 256, rounded up to three times.
@@ -68,9 +68,9 @@ def _draw(dims: tuple[tuple[str, int], ...], seed: int, variant: str) -> tuple[l
     heads = [
         _attend(d, int(lengths[n]), *(_select_head(x, n, d["HK"]) for x in (q, k, v, g)))[1:3] for n in range(d["HK"])
     ]
-    out, lse = (torch.cat(x) for x in zip(*heads, strict=True))
+    out, stats = (torch.cat(x) for x in zip(*heads, strict=True))
     # Each head of K is a sequence.
-    batch = [x.view(d["HK"], -1, *x.shape[1:]) for x in (q, k, v, out.bfloat16(), lse.float(), g)]
+    batch = [x.view(d["HK"], -1, *x.shape[1:]) for x in (q, k, v, out.bfloat16(), stats.float(), g)]
     given = lengths if d["LENGTHS"] else None
     codes = encode(batch[0], batch[1], batch[2], batch[3], batch[4], batch[5], d["D"] ** -0.5, None, given)
     return [q, k, v, g], codes if given is None else codes | {"kv_lengths": given}
@@ -85,16 +85,17 @@ def _get_gradient_sizes(d: Mapping[str, int], length: int) -> Tensor:
 
 
 def _attend(d: Mapping[str, int], length: int, *tensors: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the weights of one head of K and V, (heads of Q, S, KV), the output, the log-sum-exp and dS, in float64.
+    """Return the weights of one head of K and V, (heads of Q, S, KV), the output, row_stats, and dS, in float64.
 
-    length: the keys of the sequence. dS lacks the factor of the scores.
+    row_stats: as of ``encode``. length: the keys of the sequence. dS lacks the factor of the scores.
     """
     q, k, v, g = (x.double() for x in tensors)
     hidden = _hidden(d, length)
     scores = (q @ k.mT * d["D"] ** -0.5).masked_fill(hidden, -math.inf)
     p = torch.softmax(scores, -1).masked_fill(hidden, 0.0)  # a row without a key is not a number
     out = p @ v
-    return p, out, torch.logsumexp(scores, -1), p * (g @ v.mT - (g * out).sum(-1, keepdim=True))
+    stats = torch.stack([torch.logsumexp(scores, -1), scores.amax(-1)], -1)
+    return p, out, stats, p * (g @ v.mT - (g * out).sum(-1, keepdim=True))
 
 
 def _hidden(d: Mapping[str, int], length: int) -> Tensor:
@@ -110,7 +111,7 @@ def _get_length(d: Mapping[str, int], codes: Mapping[str, Tensor]) -> int:
 
 
 def make_case(dims: Mapping[str, int], seed: int, fmt: str, variant: str = "normal") -> Case:
-    """Codes q, k, v, grad, q_t, k_t and grad_t (uint8), tables (int32) and factors (float32), and kv_lengths (int32).
+    """Codes q, k, v, grad and q_t, k_t, grad_t (uint8), tables, kv_lengths (int32), factors, row_factors (float32).
 
     They are as kernels/attention/backward.py describes them. Outputs dq, dk and dv are bfloat16 bits as uint16.
     """
@@ -156,39 +157,32 @@ def _compute_exact(d: Mapping[str, int], length: int, q: Tensor, k: Tensor, v: T
 def compute_from_codes(d: Mapping[str, int], codes: Mapping[str, Tensor]) -> tuple[list[Tensor], list[Tensor]]:
     """Return dQ, dK and dV of the codes of one head of K and V, and each element's largest error from the roundings."""
     q, k, v, grad = (codes[name].view(torch.int8).double() for name in ("q", "k", "v", "grad"))
-    q_t, grad_t, k_t = (
-        _read_columns(codes[f"{name}_t"])[:, :n] for name, n in (("q", d["S"]), ("grad", d["S"]), ("k", d["KV"]))
-    )
+    q_t, grad_t = (_read_columns(codes[f"{name}_t"], KEY_ORDER)[:, : d["S"]] for name in ("q", "grad"))
+    k_t = _read_columns(codes["k_t"], PAIR_ORDER)[:, : d["KV"]]
     tables = codes["tables"]
     starts = [
         (_read_starts(tables[..., first : first + ROWS]) - _MAGIC_BITS)[:, : d["S"]].double() for first in (0, ROWS)
     ]
-    of_tiles = tables[..., 2 * ROWS : 2 * ROWS + 3].contiguous().view(torch.float32).double()
-    of_rows = of_tiles.repeat_interleave(ROWS, 1)[:, : d["S"]]
-    factor, q_scale, grad_exponent = (of_rows[..., n : n + 1] for n in range(3))  # (heads, S, 1) each
-    by_query, by_key, by_value = codes["factors"][0].double()
+    words = tables[..., 2 * ROWS :].repeat_interleave(ROWS, 1)[:, : d["S"]]
+    factor = words[..., :1].contiguous().view(torch.float32).double()  # (heads, S, 1)
+    units = words[..., 1:3].double().masked_fill(words[..., 1:3] == NO_UNIT, 0.0)
+    q_t, grad_t = q_t * torch.exp2(units[..., :1]), grad_t * torch.exp2(units[..., 1:])
+    slope, by_key, by_value = codes["factors"][0].double()
+    by_query = codes["row_factors"].double().unsqueeze(-1)
 
-    exponent = (q @ k.mT + starts[0].unsqueeze(-1)) * factor + grad_exponent
-    p = torch.exp2(exponent.masked_fill(_hidden(d, _get_length(d, codes)), -math.inf))
-    ds = p * (grad @ v.mT + starts[1].unsqueeze(-1))
-    of_keys = ds * q_scale
-    exact = [
-        by_query * (ds @ k_t), by_key * _sum_heads(of_keys.mT @ q_t), by_value * _sum_heads(p.mT @ grad_t),
-    ]  # fmt: skip
+    hidden = _hidden(d, _get_length(d, codes))
+    exponent = (q @ k.mT + starts[0].unsqueeze(-1)) * factor
+    p = LARGEST_WEIGHT * torch.exp2(exponent.masked_fill(hidden, -math.inf))
+    ds = p * (grad @ v.mT + starts[1].unsqueeze(-1)) * slope
+    exact = [by_query * (ds @ k_t), by_key * _sum_heads(ds.mT @ q_t), by_value * _sum_heads(p.mT @ grad_t)]
 
     relative = _STEP + _SUMS + _EX2 + torch.expm1(math.log(2) * _EXPONENT * (_MAGIC * factor + 256))
-    # Numbers below 2^-6 have an absolute error, in units of a row's scale: of its largest number or of the first scale.
-    first = torch.exp2(grad_exponent[:, :1])  # (heads, 1, 1)
-    small_ds = torch.maximum(ds.abs().amax(-1, keepdim=True), first * 2.0**-_FIRST_QUERY_SLOPE)
-    first_slope = first[0] * q_scale[0, :1] * 2.0**-_FIRST_KEY_SLOPE
-    small_keys = torch.maximum(of_keys.abs().amax((0, 1)).unsqueeze(-1), first_slope)
-    small_values = torch.maximum(p.amax((0, 1)).unsqueeze(-1), first[0] * 2.0**-_FIRST_WEIGHT)
-    error_of_keys = relative * of_keys.abs() + _DIFFERENCE * p * q_scale
+    smallest = _SMALLEST * ~hidden  # numbers below 2^-6 have an absolute error
+    error_of_p, error_of_ds = relative * p + smallest, relative * ds.abs() + _DIFFERENCE * p * slope + smallest
     bound = [
-        by_query * ((relative * ds.abs()) @ k_t.abs() + _SMALLEST * small_ds * k_t.abs().sum(1, keepdim=True)),
-        by_key * _sum_heads(error_of_keys.mT @ q_t.abs() + _SMALLEST * small_keys * q_t.abs().sum(1, keepdim=True)),
-        by_value
-        * _sum_heads((relative * p).mT @ grad_t.abs() + _SMALLEST * small_values * grad_t.abs().sum(1, keepdim=True)),
+        by_query * (error_of_ds @ k_t.abs()),
+        by_key * _sum_heads(error_of_ds.mT @ q_t.abs()),
+        by_value * _sum_heads(error_of_p.mT @ grad_t.abs()),
     ]
     return exact, [b + _BFLOAT16 * (x.abs() + b) + _BFLOAT16_SMALLEST for x, b in zip(exact, bound, strict=True)]
 
@@ -197,13 +191,13 @@ def _sum_heads(x: Tensor) -> Tensor:
     return x.sum(0, keepdim=True)
 
 
-def _read_columns(codes: Tensor) -> Tensor:
-    """Return the values of transposed E4M3 codes (heads, D, padded), as (heads, padded, D)."""
+def _read_columns(codes: Tensor, order: tuple[int, ...]) -> Tensor:
+    """Return the values of transposed E4M3 codes (heads, D, padded), as (heads, padded, D). order: of 16 rows."""
     heads, dim, padded = codes.shape
     values = codes.view(torch.float8_e4m3fn).double().transpose(1, 2)
-    permuted = values.reshape(heads, padded // len(KEY_ORDER), len(KEY_ORDER), dim)
+    permuted = values.reshape(heads, padded // len(order), len(order), dim)
     rows = torch.empty_like(permuted)
-    rows[:, :, torch.tensor(KEY_ORDER)] = permuted
+    rows[:, :, torch.tensor(order)] = permuted
     return rows.flatten(1, 2)
 
 

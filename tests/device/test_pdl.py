@@ -78,7 +78,7 @@ def test_attention_that_may_begin_while_the_quantizer_ends(
     head_dim: int, causal: int, precision: str, lse: bool
 ) -> None:
     q = torch.empty((1, 8, 4096, head_dim), dtype=torch.bfloat16, device="meta")
-    config = cuda.build_sdpa_config(HOPPER, head_dim, q.dtype, precision, causal, lse=lse)
+    config = cuda.build_sdpa_config(HOPPER, head_dim, q.dtype, precision, causal, stats=int(lse))
     quantizing, attending = cuda.build_sdpa_steps(q, q, q, config, 0.1, HOPPER)
     assert not quantizing.launch.early
     assert faults(attending.source) == []

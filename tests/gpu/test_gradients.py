@@ -53,7 +53,7 @@ def test_within_three_times_the_error_of_16_bits(kind: str, dtype: torch.dtype) 
 
 
 #: Kind of inputs -> largest error of a gradient in 8 bits; docs/training-errors.md has more kinds.
-IN_8_BITS = {"normal": 0.07, "uniform": 0.07, "biased 3": 0.07, "biased 30": 0.1, "outliers": 0.15, "logits 4": 0.2}
+IN_8_BITS = {"normal": 0.07, "uniform": 0.075, "biased 3": 0.07, "biased 30": 0.1, "outliers": 0.15, "logits 4": 0.2}
 SIZES_8_BITS = (
     Sizes(300, 300, 128, heads=4, kv_heads=1, causal=1),
     Sizes(130, 300, 128, causal=1),

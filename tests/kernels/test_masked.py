@@ -40,7 +40,8 @@ def run_plan(query: Tensor, key: Tensor, value: Tensor, inputs: dict[str, Tensor
     specs = {name: (shape, "uint8" if name.endswith("codes") else "float32") for name, shape in shapes.items()}
     tiles = query.shape[0] * -(-query.shape[2] // 64)
     specs |= {"tiles": ((tiles, schedule.TILE_WORDS), "int32"), "tile_count": ((2,), "int32")}
-    specs |= {"out": (query.shape, "uint16"), "lse": (query.shape[:3], "float32")}
+    row_shape = (*query.shape[:3], 2) if config.score_max else query.shape[:3]
+    specs |= {"out": (query.shape, "uint16"), "lse": (row_shape, "float32")}
     found: dict[str, Any] = {"q": as_numpy(query), "k": as_numpy(key), "v": as_numpy(value)}
     return run_steps(plan, found | {name: x.numpy() for name, x in inputs.items()}, specs)
 
@@ -170,6 +171,32 @@ def test_attention_with_masks_agrees_with_the_cpu(case: str, monkeypatch: pytest
         assert torch.equal(sums.isnan(), wanted_lse.isnan())
         assert torch.equal(sums == -np.inf, wanted_lse == -np.inf)
         assert (sums - wanted_lse)[wanted_lse.isfinite()].abs().max() < 0.05
+
+
+@pytest.mark.parametrize(("head_dim", "precision"), [(64, "fp8"), (128, "int8")])
+def test_the_largest_score_of_a_row(head_dim: int, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside the same log-sum-exp. Later tiles of a row have smaller scores, and rows of the second sequence no key."""
+    monkeypatch.setattr(cuda, "get_target", lambda device: Target("sm_90a", MULTIPROCESSORS))
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, 1, n, head_dim, generator=generator).bfloat16() for n in (70, 400, 400))
+    k[:, :, 200:] *= 0.1
+    config = replace(
+        build_config(head_dim, torch.bfloat16, precision), mask=Mask.NONE, log_sum_exp=True, fuse_q_quant=True,
+        scheduled=True,
+    )  # fmt: skip
+    inputs = {"kv_lengths": torch.tensor([390, 0], dtype=torch.int32)}
+    options: dict[str, Any] = {"window": (-1, -1), "shift": 0, "skip": 0.0}
+    plain = run_plan(q, k, v, inputs, config=config, **options)
+    found = run_plan(q, k, v, inputs, config=replace(config, score_max=True), **options)
+    assert np.array_equal(found["out"], plain["out"])
+    assert np.array_equal(found["lse"][..., 0], plain["lse"])
+    largest = torch.from_numpy(found["lse"][..., 1])
+    scores = q[:1].float() @ k[:1, :, :390].float().mT * head_dim**-0.5
+    # The mean of the keys is not in either number.
+    weights = torch.exp(largest[:1] - torch.from_numpy(plain["lse"][:1])), torch.softmax(scores, -1).amax(-1)
+    torch.testing.assert_close(*weights, rtol=0.3, atol=0.0)
+    assert (torch.log(weights[0] / weights[1]).mean().abs()) < 0.03
+    assert (largest[1] == -np.inf).all()
 
 
 def test_a_sequence_has_the_same_bits_alone_and_in_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -188,6 +188,7 @@ def test_explained_with_the_reason() -> None:
     """On an H100 that this machine does not have, and on the CPU."""
     q = torch.empty(1, 4, 4096, 128, dtype=torch.bfloat16, device="meta")
     short, softcap = q[:, :, :4095], {"softcap": 3.0}
+    long = torch.empty(1, 4, 100_000, 128, dtype=torch.bfloat16, device="meta")
 
     def explain(x: Tensor, backward: Any, **options: Any) -> greenfast.Explanation:
         return greenfast.explain(x, x, x, backward=backward, **({"target": "sm_90a"} | options))
@@ -208,8 +209,12 @@ def test_explained_with_the_reason() -> None:
         (q, "auto", {"is_causal": True, "causal_alignment": "lower_right"}, "8bit", "int8 and E4M3"),
         (q, "8bit", {"kv_lengths": torch.empty(1, dtype=torch.int32, device="meta")}, "8bit", "int8 and E4M3"),
         (q[..., :32], "auto", {}, "16bit", "must be bfloat16 tensors"),
-        (q[..., :64], "auto", {}, "16bit_kept", "PyTorch's backward pass"),
+        (q[..., :64], "auto", {}, "8bit", "int8 and E4M3 products"),
         (q[..., :64].half(), "auto", {}, "16bit_kept", "PyTorch's backward pass"),
+        (q.half(), "auto", {}, "16bit_kept", "PyTorch's backward pass"),
+        (q.half(), "auto", {"window": (1024, 0)}, "16bit", "must be bfloat16 tensors"),
+        (long, "auto", {}, "16bit_kept", "PyTorch's backward pass"),
+        (long, "auto", {"window": (1024, 0), "is_causal": True}, "8bit", "int8 and E4M3 products"),
         (q.half(), "16bit_kept", {"causal_alignment": "lower_right"}, "16bit_kept", "PyTorch's backward pass"),
         (q, "auto", {"q_norm": True}, "16bit", "attention_block recomputes"),
         (q.half(), "auto", {"target": "sm_89"}, "16bit", "must be bfloat16 tensors"),
@@ -230,6 +235,8 @@ def test_explained_with_the_reason() -> None:
         assert (refused.kernel, refused.backward) == ("torch", "torch")
         assert refused.reason.startswith('backward="8bit": ')
         assert reason in refused.reason
+    refused = explain(long, "8bit")
+    assert 'backward="8bit": dS takes 1 x 100000 x 100000 bytes for one head of key, and may take 8' in refused.reason
     with pytest.raises(ValueError, match=r"backward: 'int8'; allowed are '16bit', '16bit_kept', '8bit', 'auto'"):
         explain(q, "int8")
 
@@ -242,7 +249,7 @@ def test_what_a_training_step_launches(gpu: PretendedGpu, head_dim: int, launche
     for keys, counts in ((200, (2, launches)), (0, (0, 0))):
         tensors = (q, k[:, :, :keys], v[:, :, :keys])
         kept = cuda.sdpa_kept(*tensors, "int8", 1, 0.1, 8)
-        shapes = [(*q.shape,), (2, 4, 300), (2, 2, head_dim)]
+        shapes = [(*q.shape,), (2, 4, 300, 2), (2, 2, head_dim)]
         assert [tuple(x.shape) for x in kept] == shapes
         assert len(gpu.launched()) == counts[0]
         grads = quantized_backward.sdpa_kept_backward(torch.randn_like(q), *tensors, *kept, 1, 0.1)
@@ -271,7 +278,7 @@ def test_what_a_masked_training_step_launches(gpu: PretendedGpu, options: dict[s
     for keys, counts in cases:
         tensors = (q, k[:, :, :keys], v[:, :, :keys])
         kept = cuda.masked_kept(*tensors, "int8", *limits)
-        assert [tuple(x.shape) for x in kept] == [(*q.shape,), (2, 4, q_len), (2, 2, 64)]
+        assert [tuple(x.shape) for x in kept] == [(*q.shape,), (2, 4, q_len, 2), (2, 2, 64)]
         assert len(gpu.launched()) == counts[0]
         grads = quantized_backward.masked_kept_backward(torch.randn_like(q), *tensors, *kept, *limits)
         assert [x.shape for x in grads] == [x.shape for x in tensors]

@@ -46,7 +46,7 @@ def kernels_of_a_call(
 ) -> list[KernelSource]:
     """Return the kernels of ``sdpa`` and ``attention`` for tensors of these shapes, from their plans."""
     q, k = (torch.empty(shape, dtype=getattr(torch, dtype), device="meta") for shape in (query, key))
-    config = build_sdpa_config(HOPPER, q.shape[3], q.dtype, precision, causal, lse=lse)
+    config = build_sdpa_config(HOPPER, q.shape[3], q.dtype, precision, causal, stats=int(lse))
     on_codes = build_attention_step(replace(config, fuse_q_quant=False), get_sizes(q.shape, k.shape), 0.1, HOPPER)
     steps = (*build_sdpa_steps(q, k, k, config, 0.1, HOPPER), on_codes)
     return [step.source for step in steps]

@@ -122,29 +122,26 @@ def test_shapes_without_a_kernel(changes: dict[str, int], message: str) -> None:
         make_case(GROUPED, 0, "e4m3")
 
 
-def test_the_rungs_differ_in_the_kernel_of_dq() -> None:
-    for shape in [shape for shape in TASK.config.shapes if shape.dims["D"] < 256]:
+def test_the_rungs_differ_in_the_kernels_of_dk() -> None:
+    for shape in TASK.config.shapes:
         programs = [
             family.program(TASK.config.rung_variant(rung).values, "int8", shape.dims) for rung in TASK.config.rungs
         ]
-        keys, queries = ({program.steps[n].kernel.source for program in programs} for n in (0, 1))
-        assert (len(keys), len(queries)) == (1, 2), shape.name
-    large = GROUPED | {"D": 256}
-    assert len(family.program({"USE_WIDE_TILES": 0}, "int8", large).steps) == 3
-    with pytest.raises(UsageError, match="at D=256 dQ has tiles of 64 keys"):
-        family.program({"USE_WIDE_TILES": 1}, "int8", large)
+        assert [len(program.steps) for program in programs] == [3 if shape.dims["D"] == 256 else 2] * 2
+        first, last = ({program.steps[n].kernel.source for program in programs} for n in (0, -1))
+        assert (len(first), len(last)) == (2, 1), shape.name
     with pytest.raises(UsageError, match="no phases"):
-        family.program({"USE_WIDE_TILES": 1}, "int8", GROUPED, instrumented=True)
+        family.program({"USE_TURNS": 1}, "int8", GROUPED, instrumented=True)
     assert least_work(CAUSAL)["exponentials"] == 2 * (70 * 71 // 2 + 20 * 70)
 
 
 @pytest.mark.parametrize(
     ("name", "rung"),
     [
-        ("h2_hk1_s70_kv140_d64", "wide_tiles"),
-        ("h2_hk1_s70_kv100_d256_causal", "narrow_tiles"),
-        ("h2_hk1_s200_kv260_d64_window", "narrow_tiles"),
-        ("h2_hk2_s150_kv200_d128_lengths", "wide_tiles"),
+        ("h2_hk1_s70_kv140_d64", "turns"),
+        ("h2_hk1_s70_kv100_d256_causal", "unordered"),
+        ("h2_hk1_s200_kv260_d64_window", "unordered"),
+        ("h2_hk2_s150_kv200_d128_lengths", "turns"),
     ],
 )
 def test_the_launches_on_the_emulator(name: str, rung: str) -> None:

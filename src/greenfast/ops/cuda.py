@@ -64,10 +64,10 @@ Shape = tuple[int, ...]
 Extras = tuple[Tensor | None, ...]
 
 
-def _make_plan_key(kind: str, lse: bool, *args: Any) -> tuple[Any, ...]:
+def _make_plan_key(kind: str, stats: int, *args: Any) -> tuple[Any, ...]:
     """Return the key of the plan of an operator's call: kinds of its tensors, and its other arguments."""
     kinds = [(x.shape, x.stride(), x.dtype, x.get_device()) if isinstance(x, Tensor) else x for x in args]
-    return (kind, lse, *kinds)
+    return (kind, int(stats), *kinds)
 
 
 def choose_kernel(target: Target, config: AttentionConfig, sizes: Sizes) -> Choice:
@@ -79,10 +79,11 @@ def choose_kernel(target: Target, config: AttentionConfig, sizes: Sizes) -> Choi
 
 
 def build_sdpa_config(
-    target: Target, head_dim: int, dtype: torch.dtype, precision: str, mask: int, *, lse: bool = False
+    target: Target, head_dim: int, dtype: torch.dtype, precision: str, mask: int, *, stats: int = 0
 ) -> AttentionConfig:
     """Return the config of ``sdpa`` on a target: block scales and fused quantization of Q if the kernel supports them.
 
+    stats: numbers that the kernel writes of each row: 1, the log-sum-exp; 2, also the largest score.
     Raises NotImplementedError for a precision without a kernel on the target.
     """
     blocks = target.name == hopper.TARGET.name
@@ -91,7 +92,7 @@ def build_sdpa_config(
             f"precision: {FINE!r} has kernels for Hopper GPUs, this is {target.name}; 'int8' runs"
         )
     config = build_config(head_dim, dtype, precision, blocks, "block" if blocks else "head")
-    return replace(config, mask=Mask(mask), log_sum_exp=lse, fuse_q_quant=blocks)
+    return replace(config, mask=Mask(mask), log_sum_exp=stats > 0, score_max=stats > 1, fuse_q_quant=blocks)
 
 
 def get_sizes(query: Shape, key: Shape) -> Sizes:
@@ -287,14 +288,14 @@ def attend_codes(
 
 def sdpa(query: Tensor, key: Tensor, value: Tensor, precision: str, causal: int, scale: float) -> Tensor:
     """Compute ``torch.ops.greenfast.sdpa`` of CUDA tensors."""
-    return _sdpa(False, query, key, value, precision, causal, scale)[0]
+    return _sdpa(0, query, key, value, precision, causal, scale)[0]
 
 
 def sdpa_lse(
     query: Tensor, key: Tensor, value: Tensor, precision: str, causal: int, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Compute ``torch.ops.greenfast.sdpa_lse`` of CUDA tensors."""
-    out, extras = _sdpa(True, query, key, value, precision, causal, scale)
+    out, extras = _sdpa(1, query, key, value, precision, causal, scale)
     if len(extras) == 1:
         return out, extras[0]
     lse, mean = extras  # log-sum-exp without the mean of the keys; the rotated mean
@@ -309,13 +310,16 @@ def sdpa_kept(
     The log-sum-exp lacks the contribution of the keys' mean: computing it would take PyTorch a pass over Q in float32,
     and the backward pass adds the contribution of another mean anyway.
     """
-    return _add_zero_mean(query, key, *_sdpa(True, query, key, value, precision, causal, scale))
+    if bits == 8:
+        require_hopper(get_target(query.get_device()), "sdpa_kept for a backward pass in 8 bits")
+    stats = 2 if bits == 8 else 1
+    return _add_zero_mean(query, key, *_sdpa(stats, query, key, value, precision, causal, scale))
 
 
 def _add_zero_mean(
     query: Tensor, key: Tensor, out: Tensor, results: tuple[Tensor, ...]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the output, the log-sum-exp and the mean of the keys; results of no keys lack it."""
+    """Return the output, the numbers of each row and the mean of the keys; results of no keys lack it."""
     if len(results) == 1:
         shape = (*key.shape[:2], pad_head_dim_size(query.shape[3]))
         results = (*results, query.new_zeros(shape, dtype=torch.float32))
@@ -326,25 +330,28 @@ def get_sdpa_plan(
     query: Tensor, key: Tensor, value: Tensor, precision: str, causal: int, scale: float
 ) -> LaunchPlan | None:
     """Return the plan of ``sdpa`` for such tensors, or None if their launch needed copies."""
-    return _PLANS.get(_plan_key(False, query, key, value, precision, causal, scale))
+    return _PLANS.get(_plan_key(0, query, key, value, precision, causal, scale))
 
 
 def _plan_key(
-    lse: bool, query: Tensor, key: Tensor, value: Tensor, precision: str, causal: int, scale: float
+    stats: int, query: Tensor, key: Tensor, value: Tensor, precision: str, causal: int, scale: float
 ) -> tuple[Any, ...]:
     return (
-        lse, precision, causal, scale, query.get_device(), key.get_device(), value.get_device(), query.dtype, key.dtype,
-        value.dtype, query.shape, key.shape, value.shape, query.stride(), key.stride(), value.stride(),
+        stats, precision, causal, scale, query.get_device(), key.get_device(), value.get_device(), query.dtype,
+        key.dtype, value.dtype, query.shape, key.shape, value.shape, query.stride(), key.stride(), value.stride(),
     )  # fmt: skip
 
 
 def _sdpa(
-    lse: bool, query: Tensor, key: Tensor, value: Tensor, precision: str, causal: int, scale: float
+    stats: int, query: Tensor, key: Tensor, value: Tensor, precision: str, causal: int, scale: float
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Return the output, and with ``lse`` the log-sum-exp and the mean of the keys, as the kernels write them."""
+    """Return the output, and with ``stats`` these of each row and the mean of the keys, as the kernels write them.
+
+    stats: as of ``build_sdpa_config``; two are float32 (B, H, S, 2).
+    """
     device, shape = query.get_device(), query.shape
     try:
-        plan_key = _plan_key(lse, query, key, value, precision, causal, scale)
+        plan_key = _plan_key(stats, query, key, value, precision, causal, scale)
     except RuntimeError:  # sparse
         check_tensors(query, key, value)
         raise
@@ -352,32 +359,36 @@ def _sdpa(
     if plan is None:
         check_tensors(query, key, value)
         if query.numel() == 0 or key.numel() == 0:
-            return empty_rows(query, shape[3]).zero_(), (query.new_full(shape[:3], -float("inf"), dtype=torch.float32),)
+            return empty_rows(query, shape[3]).zero_(), (_new_stats(query, stats).fill_(-float("inf")),)
         q, k, v = make_tma_compatible(query, unique_rows=True), make_tma_compatible(key), make_tma_compatible(value)
         if q is not query or k is not key or v is not value:
-            return _sdpa(lse, q, k, v, precision, causal, scale)
-        config = build_sdpa_config(get_target(device), shape[3], query.dtype, precision, causal, lse=lse)
+            return _sdpa(stats, q, k, v, precision, causal, scale)
+        config = build_sdpa_config(get_target(device), shape[3], query.dtype, precision, causal, stats=stats)
         if config.key_scales == "head":
             return _sdpa_unfused(query, key, value, config, scale)
         plan = put_bounded(_PLANS, plan_key, _build_sdpa_plan(query, key, value, config, scale), _MAX_PLANS)
     addresses = query.data_ptr(), key.data_ptr(), value.data_ptr()
     if not is_aligned(addresses[0] | addresses[1] | addresses[2]):
         q, k, v = make_tma_compatible(query), make_tma_compatible(key), make_tma_compatible(value)
-        return _sdpa(lse, q, k, v, precision, causal, scale)
-    return _launch_attention(plan, lse, query, key, addresses)
+        return _sdpa(stats, q, k, v, precision, causal, scale)
+    return _launch_attention(plan, stats, query, key, addresses)
 
 
 def _launch_attention(
-    plan: LaunchPlan, lse: bool, query: Tensor, key: Tensor, addresses: Iterable[int]
+    plan: LaunchPlan, stats: int, query: Tensor, key: Tensor, addresses: Iterable[int]
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Return the output, and with ``lse`` the log-sum-exp and the mean of the keys. addresses: of a plan's inputs."""
+    """Return the output, and with ``stats`` these of each row and the mean of the keys. addresses: of the inputs."""
     out = query.new_empty_strided(query.shape, plan.out_strides)
     results: tuple[Tensor, ...] = ()
-    if lse:
-        sums = query.new_empty(query.shape[:3], dtype=torch.float32)
-        results = (sums, query.new_empty((*key.shape[:2], plan.head_dim), dtype=torch.float32))
+    if stats:
+        results = (_new_stats(query, stats), query.new_empty((*key.shape[:2], plan.head_dim), dtype=torch.float32))
     plan.launch([*addresses, out.data_ptr(), *[x.data_ptr() for x in results]])
     return out, results
+
+
+def _new_stats(query: Tensor, stats: int) -> Tensor:
+    """Allocate the log-sum-exp, (B, H, S), or two numbers of each row, (B, H, S, 2)."""
+    return query.new_empty((*query.shape[:3], 2) if stats > 1 else query.shape[:3], dtype=torch.float32)
 
 
 def _sdpa_unfused(
@@ -499,7 +510,7 @@ def _build_varlen_plan(
     require_hopper(target, PACKED_ON_HOPPER)
     mask = Mask.NONE if right < 0 else Mask.LOWER_RIGHT
     config = replace(
-        build_sdpa_config(target, query.shape[2], query.dtype, precision, mask, lse=lse),
+        build_sdpa_config(target, query.shape[2], query.dtype, precision, mask, stats=int(lse)),
         scheduled=True, window=left >= 0, sinks=sinks is not None, softcap=softcap,
         key_mean=has_key_mean(softcap, sinks),
     )  # fmt: skip
@@ -546,7 +557,7 @@ def masked(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Compute ``torch.ops.greenfast.masked`` and ``masked_lse`` of CUDA tensors."""
     options = (precision, alignment, left, right, softcap, skip_threshold, scale)
-    out, results = _masked(lse, query, key, value, kv_lengths, kv_rows, sinks, counts, entries, bits, *options)
+    out, results = _masked(int(lse), query, key, value, kv_lengths, kv_rows, sinks, counts, entries, bits, *options)
     if not lse:
         return out, out
     if len(results) == 1 or not has_key_mean(softcap, sinks):
@@ -559,43 +570,42 @@ def masked_kept(
     query: Tensor, key: Tensor, value: Tensor, precision: str, kv_lengths: Tensor | None, kv_rows: Tensor | None,
     alignment: int, left: int, right: int, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Compute ``torch.ops.greenfast.masked_kept`` of CUDA tensors. The log-sum-exp is as in ``sdpa_kept``.
+    """Compute ``torch.ops.greenfast.masked_kept`` of CUDA tensors. The numbers of each row are as in ``sdpa_kept``.
 
     The mean of a sequence without keys is uninitialised.
     """
     options = (precision, alignment, left, right, 0.0, 0.0, scale)
-    results = _masked(True, query, key, value, kv_lengths, kv_rows, None, None, None, None, *options)
+    results = _masked(2, query, key, value, kv_lengths, kv_rows, None, None, None, None, *options)
     return _add_zero_mean(query, key, *results)
 
 
 def _masked(
-    lse: bool, query: Tensor, key: Tensor, value: Tensor, kv_lengths: Tensor | None, kv_rows: Tensor | None,
+    stats: int, query: Tensor, key: Tensor, value: Tensor, kv_lengths: Tensor | None, kv_rows: Tensor | None,
     sinks: Tensor | None, counts: Tensor | None, entries: Tensor | None, bits: Tensor | None, precision: str,
     alignment: int, left: int, right: int, softcap: float, skip_threshold: float, scale: float,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:  # fmt: skip
-    """Return the output, and with ``lse`` the log-sum-exp and the mean of the keys, as the kernels write them."""
+    """Return the output, and with ``stats`` these of each row and the mean of the keys, as for ``_sdpa``."""
     shape = query.shape
     extras = (kv_lengths, kv_rows, sinks, counts, entries, bits)
     options = (precision, alignment, left, right, softcap, skip_threshold, scale)
     given = [x for x in extras if x is not None]
-    plan_key = _make_plan_key("masked", lse, query, key, value, *extras, *options)
+    plan_key = _make_plan_key("masked", stats, query, key, value, *extras, *options)
     plan = _PLANS.get(plan_key)
     centered = has_key_mean(softcap, sinks)
     if plan is None:
         if query.numel() == 0 or key.numel() == 0:
-            empty = query.new_empty(shape[:3], dtype=torch.float32)
-            out, sums = fill_without_keys(empty_rows(query, shape[3]), empty, sinks)
-            return out, (sums,)
+            out, empty = fill_without_keys(empty_rows(query, shape[3]), _new_stats(query, stats), sinks)
+            return out, (empty,)
         compatible: list[Any] = [make_tma_compatible(query, unique_rows=True)]
         compatible += [make_tma_compatible(x) for x in (key, value)]
         compatible += [x if x is None else x.contiguous() for x in extras]
         if any(x is not y for x, y in zip((query, key, value, *extras), compatible, strict=True)):
-            return _masked(lse, *compatible, *options)  # type: ignore[call-arg]
+            return _masked(stats, *compatible, *options)  # type: ignore[call-arg]
         target = get_target(query.get_device())
         require_hopper(target, MASKED_ON_HOPPER)
         mask = Mask.NONE if right < 0 else Mask.LOWER_RIGHT
         config = replace(
-            build_sdpa_config(target, shape[3], query.dtype, precision, mask, lse=lse), key_mean=centered,
+            build_sdpa_config(target, shape[3], query.dtype, precision, mask, stats=stats), key_mean=centered,
             scheduled=True, window=left >= 0, sinks=sinks is not None, softcap=softcap, listed=counts is not None,
             skip=skip_threshold > 0.0,
         )  # fmt: skip
@@ -608,8 +618,8 @@ def _masked(
     addresses = [x.data_ptr() for x in (query, key, value)]
     if not is_aligned(addresses[0] | addresses[1] | addresses[2]):
         copies = [make_tma_compatible(x) for x in (query, key, value)]
-        return _masked(lse, *copies, *extras, *options)  # type: ignore
-    return _launch_attention(plan, lse, query, key, [*addresses, *[x.data_ptr() for x in given]])
+        return _masked(stats, *copies, *extras, *options)  # type: ignore
+    return _launch_attention(plan, stats, query, key, [*addresses, *[x.data_ptr() for x in given]])
 
 
 def _get_lists(counts: Tensor | None, bits: Tensor | None) -> MaskLists | None:

@@ -503,12 +503,12 @@ def _masked_kept_cpu(
     query: Tensor, key: Tensor, value: Tensor, precision: str, kv_lengths: Tensor | None, kv_rows: Tensor | None,
     alignment: int, window_left: int, window_right: int, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Compute ``torch.ops.greenfast.masked_kept``: output, log-sum-exp of keys minus a vector, and this vector: 0."""
+    """Compute ``torch.ops.greenfast.masked_kept`` as ``sdpa_kept`` for 8 bits. Keys are not centered: the mean is 0."""
     lists = (None, None, None, None)
     limits = (alignment, window_left, window_right)
     out, lse = _masked_cpu(query, key, value, kv_lengths, kv_rows, *lists, precision, *limits, 0.0, 0.0, scale)
     mean_shape = (*key.shape[:2], pad_head_dim_size(query.shape[3]))
-    return out, lse, query.new_zeros(mean_shape, dtype=torch.float32)
+    return out, torch_ops.bound_scores(lse), query.new_zeros(mean_shape, dtype=torch.float32)
 
 
 def _masked_kept_gpu(
@@ -525,11 +525,11 @@ def _masked_kept_fake(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     mean_shape = (*key.shape[:2], pad_head_dim_size(query.shape[3]))
     out, lse = _masked_fake(query, key, value, kv_lengths, kv_rows, None, None, None, None)
-    return out, lse, query.new_empty(mean_shape, dtype=torch.float32)
+    return out, lse.new_empty((*lse.shape, 2)), query.new_empty(mean_shape, dtype=torch.float32)
 
 
 def _masked_kept_backward_cpu(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, key_mean: Tensor,
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, stats: Tensor, key_mean: Tensor,
     kv_lengths: Tensor | None, kv_rows: Tensor | None, alignment: int, window_left: int, window_right: int,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
@@ -559,7 +559,7 @@ torch_ops.define_operator(
 )  # fmt: skip
 autograd.register(torch_ops.LIBRARY, "masked_kept", None, "masked_kept_backward", keeps=True)
 torch_ops.define_operator(
-    "masked_kept_backward", "(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse, "
+    "masked_kept_backward", "(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor out, Tensor stats, "
     f"Tensor key_mean, {_KEPT_ARGUMENTS}) -> (Tensor, Tensor, Tensor)", _masked_kept_backward_cpu,
     _masked_kept_backward_gpu, torch_ops.infer_gradients,
 )  # fmt: skip

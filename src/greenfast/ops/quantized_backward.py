@@ -27,22 +27,24 @@ _MAGIC_BITS = 0x4B400000
 _LEAST_FACTOR = 2.0**-16
 #: Start of the scores of a query without a gradient, or after the last query. It makes P 0.
 _NO_QUERY = _MAGIC_BITS - 2**22
-_CODES = ("q", "k", "v", "grad", "q_t", "k_t", "grad_t", "tables", "factors")
+_CODES = ("q", "k", "v", "grad", "q_t", "k_t", "grad_t", "tables", "factors", "row_factors")
 _OUTPUTS = ("dq", "dk", "dv")
 
 
 def encode(
-    query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, grad: Tensor, scale: float,
+    query: Tensor, key: Tensor, value: Tensor, out: Tensor, row_stats: Tensor, grad: Tensor, scale: float,
     mean: Tensor | None = None, kv_lengths: Tensor | None = None,
 ) -> dict[str, Tensor]:  # fmt: skip
     """Return the buffers that the backward kernels read (kernels/attention/backward.py).
 
-    query, out, grad: (B, H, S, D); key, value: (B, HK, KV, D); HK divides H. lse: natural logarithms, float32
-    (B, H, S). scale: of the scores. mean: the vector that is subtracted from the keys, (B, HK, D); by default their
-    mean. kv_lengths: (B,), the keys of each sequence; those after them do not count, and their codes are zeros. Int8
-    codes are of rows that are rotated by ``build_rotation``. Scales: one for each 64 queries of Q, for each
-    head of K and V, for each row of dO. E4M3 codes are of rows that are not rotated. Their scales are the same,
-    divided by ``_get_factor``.
+    query, out, grad: (B, H, S, D); key, value: (B, HK, KV, D); HK divides H. row_stats: log-sum-exp and largest of a
+    row's scores, float32 (B, H, S, 2). scale: of the scores. mean: the vector that is subtracted from the keys,
+    (B, HK, D); by default their mean. kv_lengths: (B,), the keys of each sequence; those after them do not count, and
+    their codes are zeros.
+
+    Int8 codes are of rows that are rotated by ``build_rotation``. Scales: one for each 64 queries of Q, for each head
+    of K and V, for each row of dO. E4M3 codes are of rows that are not rotated. Codes of K have the scale of K. Codes
+    of Q and dO are multiplied by the factor that P and dS lack, in a unit for each 64 queries.
     """
     q, k, v, o, g = (x.flatten(0, 1).float() for x in (query, key, value, out, grad))
     q_len, head_dim = q.shape[1:]
@@ -66,37 +68,46 @@ def encode(
     score_factor = int8_scale * of_scores
     g_max = rotated_g.abs().amax(-1) / _INT8_MAX
     g_scale = _make_scale(rotated_g.abs().amax(-1))
-    largest = _split_rows(g_max.unsqueeze(-1), tiles).amax((-2, -1))
-    grad_exponent = torch.frexp(largest.nan_to_num(0.0, 0.0)).exponent.float()
-    undefined = g_scale.isnan() | ~(lse.flatten(0, 1) < math.inf)
+    lse, score_max = row_stats.flatten(0, 1).unbind(-1)
+    undefined = g_scale.isnan() | ~(lse < math.inf)
+    has_weights = (g_max > 0.0) & (lse > -math.inf)
+    # The largest weight of a row, times the scale of dO.
+    row_scale = torch.exp(score_max - lse).mul(g_scale).where(has_weights | undefined, 0.0)
 
     def expand(x: Tensor) -> Tensor:
         return x.repeat_interleave(kernels.ROWS, 1)[:, :q_len]
 
-    exponent = (lse.flatten(0, 1) - (q * q_means).sum(-1) * scale) * _LOG2_E - torch.log2(g_scale)
-    score = (exponent + expand(grad_exponent)) / expand(score_factor)
-    starts = torch.where((g_max > 0.0) & (exponent > -math.inf), _round_starts(score), _NO_QUERY)
+    top = (score_max - (q * q_means).sum(-1) * scale) * _LOG2_E
+    starts = torch.where(has_weights, _round_starts(top / expand(score_factor)), _NO_QUERY)
     weight = (g * o).sum(-1) / (g_scale * q_v_scale)
     tables = q.new_zeros((len(q), tiles, kernels.TABLE_WORDS), dtype=torch.int32)
     half = kernels.ROWS
     tables[..., :half] = _lay_out_starts(starts, tiles, _NO_QUERY)
     tables[..., half : 2 * half] = _lay_out_starts(_round_starts(weight), tiles, _MAGIC_BITS)
     undefined_tiles = _split_rows(undefined.float().unsqueeze(-1), tiles).amax((-2, -1)) > 0.0
-    of_tiles = torch.stack([score_factor.masked_fill(undefined_tiles, math.nan), q_scale, grad_exponent], -1).float()
-    tables[..., 2 * half : 2 * half + 3] = of_tiles.view(torch.int32)
+    largest = _split_rows(row_scale.unsqueeze(-1), tiles).amax((-2, -1))
+    key_unit, value_unit = (_find_unit(x) for x in (largest * q_scale, largest))
+    tables[..., 2 * half] = score_factor.masked_fill(undefined_tiles, math.nan).float().view(torch.int32)
+    tables[..., 2 * half + 1], tables[..., 2 * half + 2] = key_unit, value_unit
     code_factor = _get_factor(head_dim)
-    dk_factor = v_scale * (scale / code_factor)
-    factors = [dk_factor * k_scale, dk_factor, torch.full_like(dk_factor, 1.0 / code_factor)]
+    # A bound of |dP - delta| in units of the codes, and a margin of 1/16 for their roundings.
+    bound = (2.125 * _INT8_MAX * head_dim**0.5) * (rotated_v.norm(dim=-1).amax(-1) / v_scale)
+    bound = bound.clamp(min=1.0)
+    slope_scale = v_scale * bound * (scale / _E4M3_MAX)
+    factors = [_E4M3_MAX / kernels.LARGEST_WEIGHT / bound, slope_scale / code_factor]
+    factors.append(torch.full_like(bound, 1.0 / (kernels.LARGEST_WEIGHT * code_factor)))
+    row_factors = row_scale * (slope_scale * k_scale / code_factor).repeat_interleave(group).unsqueeze(-1)
     return {
         "q": _encode_int8(rotated_q, expand(int8_scale)),
         "k": _encode_int8(rotated_k, k_scale.unsqueeze(-1)),
         "v": _encode_int8(rotated_v, v_scale.unsqueeze(-1)),
         "grad": _encode_int8(rotated_g, g_scale),
-        "q_t": _encode_transposed(q, expand(q_scale)),
-        "k_t": _encode_transposed(k, k_scale.unsqueeze(-1)),
-        "grad_t": _encode_transposed(g, g_scale),
+        "q_t": _encode_transposed(q, row_scale * expand(_get_inverse(key_unit)), KEY_ORDER),
+        "k_t": _encode_transposed(k, 1.0 / k_scale.unsqueeze(-1), kernels.PAIR_ORDER),
+        "grad_t": _encode_transposed(g, row_scale / g_scale * expand(_get_inverse(value_unit)), KEY_ORDER),
         "tables": tables,
         "factors": torch.stack(factors, -1).float().contiguous(),
+        "row_factors": row_factors.float(),
     }
 
 
@@ -111,8 +122,23 @@ def _get_rotation(head_dim: int, device: torch.device) -> Tensor:
 
 
 @cache
-def _get_key_order(device: torch.device) -> Tensor:
-    return torch.tensor(KEY_ORDER, device=device)
+def _get_order(order: tuple[int, ...], device: torch.device) -> Tensor:
+    return torch.tensor(order, device=device)
+
+
+def _find_unit(largest: Tensor) -> Tensor:
+    """Return the least multiple of 6 whose power of 2 exceeds these numbers, at least -120; NO_UNIT for zeros.
+
+    A coarse grid, because the kernel multiplies its sums whenever the unit changes from one tile to the next.
+    """
+    exponent = torch.frexp(largest.nan_to_num(1.0, 1.0)).exponent.clamp(-120, 126)
+    unit = -(-exponent).div(6, rounding_mode="floor") * 6
+    return unit.where(largest != 0.0, kernels.NO_UNIT).to(torch.int32)
+
+
+def _get_inverse(unit: Tensor) -> Tensor:
+    """Return 2^-unit, 0 for NO_UNIT."""
+    return torch.exp2(-unit.double()).masked_fill(unit == kernels.NO_UNIT, 0.0).float()
 
 
 def _make_scale(amax: Tensor) -> Tensor:
@@ -132,13 +158,13 @@ def _encode_int8(x: Tensor, row_scale: Tensor) -> Tensor:
     return codes.to(torch.int8).view(torch.uint8)
 
 
-def _encode_transposed(x: Tensor, row_scale: Tensor) -> Tensor:
-    """Return E4M3 codes (heads, head_dim, rows), rows in KEY_ORDER."""
-    group = len(KEY_ORDER)
-    scaled = (x * (_get_factor(x.shape[2]) / row_scale).unsqueeze(-1)).clamp(-_E4M3_MAX, _E4M3_MAX)
+def _encode_transposed(x: Tensor, row_factor: Tensor, order: tuple[int, ...]) -> Tensor:
+    """Return E4M3 codes (heads, head_dim, rows) of rows times row_factor, in this order within groups of 16."""
+    group = len(order)
+    scaled = (x * (_get_factor(x.shape[2]) * row_factor).unsqueeze(-1)).clamp(-_E4M3_MAX, _E4M3_MAX)
     padded = torch.nn.functional.pad(scaled, (0, 0, 0, -x.shape[1] % group))
     codes = padded.to(torch.float8_e4m3fn).view(torch.uint8).reshape(len(x), -1, group, x.shape[2])
-    return codes.index_select(2, _get_key_order(x.device)).flatten(1, 2).transpose(1, 2).contiguous()
+    return codes.index_select(2, _get_order(order, x.device)).flatten(1, 2).transpose(1, 2).contiguous()
 
 
 def _round_starts(x: Tensor) -> Tensor:
@@ -167,9 +193,13 @@ def _get_code_shapes(
     return codes | {
         "tables": ((heads, -(-q_len // kernels.ROWS), kernels.TABLE_WORDS), torch.int32),
         "factors": ((kv_heads, 3), torch.float32),
+        "row_factors": (of_queries, torch.float32),
         "k_sums": ((kv_heads, kernels.count_chunks(kv_len), dim), torch.float32),
         **{name: ((kv_heads, dim), torch.float32) for name in ("k_mean", "mean_shift")},
-        **{f"{name}_amax": ((kv_heads, kernels.count_blocks(kv_len, dim)), torch.float32) for name in "kv"},
+        **{
+            name: ((kv_heads, kernels.count_blocks(kv_len, dim)), torch.float32)
+            for name in ("k_amax", "v_amax", "v_norm")
+        },
     }
 
 
@@ -185,7 +215,7 @@ def _make_quantize_plan(
     steps = tuple(LaunchStep(*pair) for pair in zip(sources, launches, strict=True))
     names = (
         *kernels.INPUTS,
-        "lse",
+        "row_stats",
         "lse_mean",
         "rotation",
         *(("kv_lengths",) if lengths else ()),
@@ -195,13 +225,13 @@ def _make_quantize_plan(
 
 
 def quantize(
-    query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, lse_mean: Tensor, grad: Tensor, scale: float,
-    kv_lengths: Tensor | None = None,
+    query: Tensor, key: Tensor, value: Tensor, out: Tensor, row_stats: Tensor, lse_mean: Tensor, grad: Tensor,
+    scale: float, kv_lengths: Tensor | None = None,
 ) -> dict[str, Tensor]:  # fmt: skip
-    """Return the buffers of ``encode``, on a Hopper GPU, and five that its kernels share.
+    """Return the buffers of ``encode``, on a Hopper GPU, and six that its kernels share.
 
-    Tensors of bfloat16 with contiguous columns and rows aligned to 16 bytes. lse: contiguous, of scores with keys minus
-    lse_mean. lse_mean: float32 (B, HK, D), rotated. kv_lengths: int32 (B,) or None, as for ``encode``.
+    Tensors of bfloat16 with contiguous columns and rows aligned to 16 bytes. row_stats: contiguous, of scores with keys
+    minus lse_mean. lse_mean: float32 (B, HK, D), rotated. kv_lengths: int32 (B,) or None, as for ``encode``.
     """
     inputs = (query, key, value, out, grad)
     batch, heads, q_len, head_dim = query.shape
@@ -212,39 +242,39 @@ def quantize(
     plan = _make_quantize_plan(
         query.get_device(), batch, heads, kv_heads, q_len, kv_len, head_dim, scale, strides, kv_lengths is not None
     )
-    given = [*inputs, lse, lse_mean, _get_rotation(head_dim, query.device)]
+    given = [*inputs, row_stats, lse_mean, _get_rotation(head_dim, query.device)]
     given += [] if kv_lengths is None else [kv_lengths]
     plan.launch([x.data_ptr() for x in (*given, *buffers.values())])
     return buffers
 
 
 def compute_gradients(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, lse_mean: Tensor,
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, row_stats: Tensor, lse_mean: Tensor,
     mask: kernels.BackwardMask, scale: float, kv_lengths: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return dQ, dK and dV, bfloat16, of the shapes of Q, K and V, on a Hopper GPU. Arguments are as for ``quantize``.
 
     kv_lengths: of a mask with lengths.
     """
-    codes = quantize(query, key, value, out, lse, lse_mean, grad, scale, kv_lengths)
+    codes = quantize(query, key, value, out, row_stats, lse_mean, grad, scale, kv_lengths)
     dq, dk, dv = launch(codes, query.shape[2], key.shape[2], mask, kv_lengths=kv_lengths)
     return dq.view(query.shape), dk.view(key.shape), dv.view(value.shape)
 
 
 def sdpa_kept_backward(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, lse_mean: Tensor, causal: int,
-    scale: float,
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, row_stats: Tensor, lse_mean: Tensor,
+    causal: int, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Compute ``torch.ops.greenfast.sdpa_kept_backward`` of CUDA tensors: gradients with the inputs' strides.
 
     causal: as in ``torch.ops.greenfast.sdpa``. Several heads of Q may share one of K and V.
     """
     right = 0 if causal else -1
-    return masked_kept_backward(grad, query, key, value, out, lse, lse_mean, None, None, causal, -1, right, scale)
+    return masked_kept_backward(grad, query, key, value, out, row_stats, lse_mean, None, None, causal, -1, right, scale)
 
 
 def masked_kept_backward(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, lse_mean: Tensor,
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, row_stats: Tensor, lse_mean: Tensor,
     kv_lengths: Tensor | None, kv_rows: Tensor | None, alignment: int, left: int, right: int, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Compute ``torch.ops.greenfast.masked_kept_backward`` of CUDA tensors: gradients with the inputs' strides.
@@ -260,7 +290,7 @@ def masked_kept_backward(
     g, q, k, v, o = (make_tma_compatible(x, unique_rows=True) for x in (grad, query, key, value, out))
     mask = kernels.make_mask(alignment, left, right, query.shape[2], key.shape[2], lengths=kv_lengths is not None)
     lengths = None if kv_lengths is None else kv_lengths.contiguous()
-    dq, dk, dv = compute_gradients(g, q, k, v, o, lse.contiguous(), lse_mean.contiguous(), mask, scale, lengths)
+    dq, dk, dv = compute_gradients(g, q, k, v, o, row_stats.contiguous(), lse_mean.contiguous(), mask, scale, lengths)
     if rows is not None:
         return by_query.copy_(dq), by_key.scatter_(2, rows, dk), by_value.scatter_(2, rows, dv)
     return by_query.copy_(dq), by_key.copy_(dk), by_value.copy_(dv)
@@ -272,29 +302,41 @@ def _make_plan(
     mask: kernels.BackwardMask, parts: str,
 ) -> LaunchPlan:  # fmt: skip
     steps, sizes = [], (heads, kv_heads, q_len, kv_len, mask, batch)
-    if "keys" in parts:
-        for tiles in kernels.KEYS_TILINGS[head_dim]:
-            steps.append(LaunchStep(kernels.keys_kernel(tiles, mask), kernels.keys_launch(tiles, *sizes)))
-    if "queries" in parts:
-        tiles = kernels.QUERIES_TILINGS[head_dim]
-        steps.append(LaunchStep(kernels.queries_kernel(tiles, mask), kernels.queries_launch(tiles, *sizes)))
-    return LaunchPlan(device, tuple(steps), (*_CODES, *_OUTPUTS, *(("kv_lengths",) if mask.lengths else ())))
+    for part in kernels.split_heads(heads, kv_heads, q_len, kv_len, mask):
+        if "keys" in parts:
+            for tiles in kernels.KEYS_TILINGS[head_dim]:
+                steps.append(LaunchStep(kernels.keys_kernel(tiles, mask), kernels.keys_launch(tiles, *sizes, part)))
+        if "queries" in parts:
+            tiles = kernels.QUERIES_TILINGS[head_dim]
+            launch = kernels.queries_launch(tiles, *sizes, part)
+            steps.append(LaunchStep(kernels.queries_kernel(tiles, mask), launch))
+    return LaunchPlan(device, tuple(steps), (*_CODES, "ds", *_OUTPUTS, *(("kv_lengths",) if mask.lengths else ())))
+
+
+def allocate_ds(codes: dict[str, Tensor], q_len: int, kv_len: int, mask: kernels.BackwardMask) -> Tensor:
+    """Allocate the codes of dS of as many heads as a launch has (kernels/attention/backward.py)."""
+    heads, kv_heads = len(codes["q"]), len(codes["k"])
+    part = kernels.split_heads(heads, kv_heads, q_len, kv_len, mask)[0]
+    count = (part.stop - part.first) * heads // kv_heads
+    return codes["q"].new_empty(kernels.stored_shape(count, q_len, kv_len, mask))
 
 
 def launch(
     codes: dict[str, Tensor], q_len: int, kv_len: int, mask: kernels.BackwardMask, parts: str = "keys, queries",
-    kv_lengths: Tensor | None = None,
+    kv_lengths: Tensor | None = None, ds: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return dQ, dK and dV, bfloat16 (heads, length, D), from the buffers of ``encode``, on a Hopper GPU.
 
     dK and dV are sums over the heads of Q that share a head of K and V. kv_lengths: of a mask with lengths, int32
-    (batch,). parts: the kernels to launch; the gradients of the others are uninitialised.
+    (batch,). parts: the kernels to launch; the gradients of the others are uninitialised. ds: of ``allocate_ds``, which
+    the kernels of dK write and that of dQ reads; by default it is freed afterwards.
     """
     heads, kv_heads, device, head_dim = len(codes["q"]), len(codes["k"]), codes["q"].get_device(), codes["q"].shape[2]
     shapes = ((heads, q_len), (kv_heads, kv_len), (kv_heads, kv_len))
     grads = [codes["q"].new_empty((*shape, head_dim), dtype=torch.bfloat16) for shape in shapes]
+    ds = allocate_ds(codes, q_len, kv_len, mask) if ds is None else ds
     given = [] if kv_lengths is None else [kv_lengths]
-    addresses = [x.data_ptr() for x in (*(codes[name] for name in _CODES), *grads, *given)]
+    addresses = [x.data_ptr() for x in (*(codes[name] for name in _CODES), ds, *grads, *given)]
     batch = 1 if kv_lengths is None else len(kv_lengths)
     _make_plan(device, batch, heads, kv_heads, q_len, kv_len, head_dim, mask, parts).launch(addresses)
     return grads[0], grads[1], grads[2]

@@ -64,9 +64,10 @@ NONE = "none"  # there is nothing to compute
 LONG_BACKWARD = 4096
 #: Keys of the narrowest window for which that was measured.
 WIDE_WINDOW = 1024
-#: Head dim -> the backward pass that "auto" takes for such calls without a window and lengths, where another one than
-#: "8bit" was measured to be faster (docs/training.md).
-AUTO_BACKWARDS = {64: "16bit_kept"}
+#: The most bytes of dS of one head of K in the backward pass in 8 bits: one for each query of its heads of Q and key.
+MOST_DS_BYTES = 2**33
+#: The backward passes that keep the forward pass, as "auto" tries them: the faster one first (docs/training.md).
+KEPT_BACKWARDS = ("8bit", "16bit_kept")
 _KEPT_REASONS = {
     "8bit": "int8 and E4M3 products; the output and the log-sum-exp of the forward pass are kept",
     "16bit_kept": "PyTorch's backward pass; the output and the log-sum-exp of the forward pass are kept",
@@ -213,22 +214,28 @@ def choose_backward(
 ) -> tuple[str, str]:  # fmt: skip
     """Return "8bit" or "16bit_kept", and the reason why a call of ``sdpa`` cannot have it, or an empty string.
 
-    backward: the choice itself, or "auto". mask: attn_mask. plain: without dropout and a log-sum-exp. gpu: the target,
-    by default the query's device.
+    backward: the choice itself, or "auto": then the reason is that of "8bit" if the call can have neither. mask:
+    attn_mask. plain: without dropout and a log-sum-exp. gpu: the target, by default the query's device.
     """
-    chosen, masked = str(backward), mask is not None or options is not NO_OPTIONS
-    if backward == "auto":
-        head_dim = query.shape[3] if isinstance(query, Tensor) and not query.is_nested and query.dim() == 4 else 0
-        chosen = "8bit" if masked else AUTO_BACKWARDS.get(head_dim, "8bit")
-    in_8_bits = chosen == "8bit"
+    masked = mask is not None or options is not NO_OPTIONS
     if mask is not None and not is_padding(mask, causal, query, key):
         plain = False
-    obstacle = _find_kept_obstacle(in_8_bits, query, key, value, plain, masked, options, enable_gqa, precision, gpu)
-    if not obstacle and backward == "auto":
-        (left, right), shifted = options.window, causal == 2 and not is_certain(query.shape[2] == key.shape[2])
-        narrow = left >= 0 and (right >= 0 or causal > 0) and left + max(right, 0) + 1 < WIDE_WINDOW
-        obstacle = _find_unmeasured(query, key, mask is not None or narrow or (in_8_bits and shifted))
-    return chosen, obstacle
+    left, right = options.window
+    window = left + max(right, 0) + 1 if left >= 0 and (right >= 0 or causal > 0) else None
+    obstacles = {}
+    for chosen in KEPT_BACKWARDS if backward == "auto" else (str(backward),):
+        in_8_bits = chosen == "8bit"
+        obstacle = _find_kept_obstacle(in_8_bits, query, key, value, plain, masked, options, enable_gqa, precision, gpu)
+        if not obstacle and in_8_bits:
+            obstacle = _find_large_ds(query, key, window)
+        if not obstacle and backward == "auto":
+            shifted = causal == 2 and not is_certain(query.shape[2] == key.shape[2])
+            narrow = window is not None and window < WIDE_WINDOW
+            obstacle = _find_unmeasured(query, key, mask is not None or narrow or (shifted and in_8_bits))
+        if not obstacle:
+            return chosen, ""
+        obstacles[chosen] = obstacle
+    return next(iter(obstacles.items()))
 
 
 def _find_kept_obstacle(
@@ -265,11 +272,25 @@ def _find_kept_obstacle(
     return ""
 
 
+def _find_large_ds(query: Tensor, key: Tensor, window: int | None) -> str:
+    """Return that a call needs more than MOST_DS_BYTES, or an empty string. window: the most keys of a query."""
+    (_, heads, q_len, _), (kv_heads, kv_len) = query.shape, key.shape[1:3]
+    keys = kv_len if window is None else min(kv_len, window)
+    if not is_certain(heads // kv_heads * q_len * keys > MOST_DS_BYTES):
+        return ""
+    return (
+        f"dS takes {heads // kv_heads} x {q_len} x {keys} bytes for one head of key, and may take "
+        f'{MOST_DS_BYTES >> 30} GiB; "16bit_kept" has no dS'
+    )
+
+
 def _find_unmeasured(query: Tensor, key: Tensor, masked: bool) -> str:
     """Return why "auto" recomputes the forward pass of such a call, or an empty string.
 
     masked: with another mask than a causal one from the first key, a wide window, and lengths.
     """
+    if query.shape[3] not in HEAD_DIMS:
+        return f"with D {query.shape[3]} a kept forward pass was not measured to be faster"
     if masked:
         return (
             f"with masks other than causal ones from the first key, windows of {WIDE_WINDOW} keys and more, and "

@@ -36,7 +36,7 @@ _SCHEMAS = {
     "sdpa_backward": f"(Tensor grad, {_INPUTS}, int causal, float scale) -> (Tensor, Tensor, Tensor)",
     "sdpa_kept": f"({_INPUTS}, str precision, int causal, float scale, int bits) -> (Tensor, Tensor, Tensor)",
     "sdpa_kept_backward": (
-        f"(Tensor grad, {_INPUTS}, Tensor out, Tensor lse, Tensor key_mean, int causal, float scale, int bits) "
+        f"(Tensor grad, {_INPUTS}, Tensor out, Tensor stats, Tensor key_mean, int causal, float scale, int bits) "
         "-> (Tensor, Tensor, Tensor)"
     ),
     "mean_scores": "(Tensor query, Tensor key_mean, bool rotated) -> Tensor",
@@ -128,7 +128,8 @@ def _sdpa_kept_cpu(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute ``torch.ops.greenfast.sdpa_kept``: output, log-sum-exp without the keys' mean, and this mean, rotated.
 
-    bits: of the products in the backward pass, 8 or 16.
+    bits: of the products in the backward pass, 8 or 16. With 8 each row has two numbers, (B, H, S, 2): the log-sum-exp
+    and the largest score.
     """
     check_tensors(query, key, value)
     if query.numel() == 0 or key.numel() == 0:
@@ -136,11 +137,20 @@ def _sdpa_kept_cpu(
         return out.zero_(), lse.fill_(-float("inf")), mean.zero_()
     quantized = reference.quantize(query, key, value, build_config(query.shape[3], query.dtype, precision))
     out, lse = reference.attention(quantized, causal, scale)
-    return empty_rows(query, query.shape[3]).copy_(out), lse, quantized.tensors()[-1]
+    out = empty_rows(query, query.shape[3]).copy_(out)
+    return out, bound_scores(lse) if bits == 8 else lse, quantized.tensors()[-1]
+
+
+def bound_scores(lse: Tensor) -> Tensor:
+    """Return two numbers of each row: the log-sum-exp twice, which bounds the largest score.
+
+    For CPU tensors, whose gradients do not use them.
+    """
+    return torch.stack([lse, lse], -1)
 
 
 def _sdpa_kept_backward_cpu(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, key_mean: Tensor, causal: int,
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, stats: Tensor, key_mean: Tensor, causal: int,
     scale: float, bits: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Compute ``torch.ops.greenfast.sdpa_kept_backward`` of CPU tensors: the exact gradients, in float32."""
@@ -168,7 +178,9 @@ def _sdpa_kept_fake(
     query: Tensor, key: Tensor, value: Tensor, precision: str, causal: int, scale: float, bits: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     mean_shape = (*key.shape[:2], pad_head_dim_size(query.shape[3]))
-    return *infer_attention(query, key, value), query.new_empty(mean_shape, dtype=torch.float32)
+    out, lse = infer_attention(query, key, value)
+    stats = lse.new_empty((*lse.shape, 2)) if bits == 8 else lse
+    return out, stats, query.new_empty(mean_shape, dtype=torch.float32)
 
 
 def infer_gradients(

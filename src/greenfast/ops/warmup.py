@@ -94,7 +94,7 @@ def _list_call_kernels(
 ) -> Iterator[KernelSource]:
     """Yield the kernels of the operators for such tensors. Raises NotImplementedError if sdpa has none."""
     heads, q_len = query.shape[1:3]
-    codes = build_sdpa_config(target, query.shape[3], query.dtype, precision, Mask.NONE, lse=lse)
+    codes = build_sdpa_config(target, query.shape[3], query.dtype, precision, Mask.NONE, stats=int(lse))
     if heads == 1 or heads * q_len <= _MAX_ROWS:
         for masked in causal:
             config = replace(codes, mask=Mask(int(masked)))

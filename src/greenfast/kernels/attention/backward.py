@@ -4,12 +4,14 @@ The quantizer is ``kernels/quantize/backward.cuh``, the products are ``kernels/a
 
 Heads are counted over the batch; several heads of Q may share one of K and V. Buffers: ``q``, ``grad`` (of the output),
 ``k`` and ``v``: int8 codes (heads, length, head_dim); ``q_t``, ``grad_t`` and ``k_t``: E4M3 codes (heads, head_dim,
-length rounded up to 16), rows permuted in groups of 16 (KEY_ORDER); ``tables``: QueryTable (heads, tiles of 64
-queries); ``factors``: float32 (kv_heads, 3); ``dq``, ``dk``, ``dv``: bfloat16.
+length rounded up to 16), rows permuted in groups of 16: KEY_ORDER, for k_t PAIR_ORDER; ``tables``: QueryTable (heads,
+tiles of 64 queries); ``factors``: float32 (kv_heads, 3); ``row_factors``: float32 (heads, q_len); ``ds``: E4M3 codes of
+dS between the kernels, see ``stored_shape``; ``dq``, ``dk``, ``dv``: bfloat16.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,6 +28,15 @@ TARGET = Target("sm_90a")
 ROWS = 64
 #: Words of a QueryTable: the starts of S and of dP, and four of the tile.
 TABLE_WORDS = 2 * ROWS + 4
+#: The largest code of P. The unit of codes that are all 0.
+LARGEST_WEIGHT, NO_UNIT = 128.0, -10000
+#: Keys of a tile of the dQ kernel.
+STORED_KEYS = 128
+#: Bytes of dS in a launch of several heads of K. At the end of a larger launch a smaller share of the work is left to
+#: few multiprocessors.
+MOST_STORED_BYTES = 2**30
+#: Of 16 keys, that of each byte of dS and K^T: pairs of the keys that are 8 apart.
+PAIR_ORDER = tuple(key for i in range(8) for key in (i, i + 8))
 _ALIGNMENT = 1024
 
 
@@ -33,17 +44,17 @@ _ALIGNMENT = 1024
 class BackwardTiling:
     """Tiles of a backward kernel.
 
-    head_dim: one of HEAD_DIMS. consumers: warpgroups, of 64 rows each. block_n: keys of a tile of the dQ kernel; the
-    tiles of the dK/dV kernel have 64 queries. registers: of a consumer's thread and of a producer's. outputs: "dk dv",
-    "dk" or "dv", of the dK/dV kernel.
+    head_dim: one of HEAD_DIMS. consumers: warpgroups, of 64 rows each. registers: of a consumer's thread and of a
+    producer's. outputs: "dk dv", "dk", "dv" or "dq". turns: whether the two warpgroups of dK and dV
+    issue their products in turn.
     """
 
     head_dim: int
     consumers: int
     stages: int
-    block_n: int = ROWS
     registers: tuple[int, int] = (240, 24)
     outputs: str = "dk dv"
+    turns: bool = False
 
     @property
     def rows(self) -> int:
@@ -84,22 +95,21 @@ def make_mask(alignment: int, left: int, right: int, q_len: int, kv_len: int, *,
     return BackwardMask(shifts=shifts, lengths=lengths)
 
 
-#: Tiles of the dK/dV kernel and of the dQ kernel, by head dim. At 64 there are registers for three warpgroups of dQ
-#: with tiles of 64 keys: 7 to 11 % slower (H200). For three of dK and dV a thread would have 160 registers. Then ptxas
-#: serializes the products, and more exceed the multiprocessor's. At 256 a thread has registers for the sums of dK or
-#: of dV, so two kernels compute these.
+#: Tiles of the dK/dV kernel and of the dQ kernel, by head dim. With three warpgroups of dK and dV a thread would have
+#: 160 registers: ptxas serializes the products. At 256 a thread has registers for the sums of dK or of dV, so two
+#: kernels compute these.
 KEYS_TILINGS = {
     64: (BackwardTiling(64, consumers=2, stages=4),),
-    128: (BackwardTiling(128, consumers=2, stages=4),),
+    128: (BackwardTiling(128, consumers=2, stages=4, turns=True),),
     256: (
-        BackwardTiling(256, consumers=2, stages=3, outputs="dk"),
+        BackwardTiling(256, consumers=2, stages=3, outputs="dk", turns=True),
         BackwardTiling(256, consumers=2, stages=4, outputs="dv"),
     ),
 }
 QUERIES_TILINGS = {
-    64: BackwardTiling(64, consumers=2, stages=3, block_n=128),
-    128: BackwardTiling(128, consumers=2, stages=3, block_n=128),
-    256: BackwardTiling(256, consumers=2, stages=3),
+    64: BackwardTiling(64, consumers=2, stages=6, outputs="dq"),
+    128: BackwardTiling(128, consumers=2, stages=6, outputs="dq"),
+    256: BackwardTiling(256, consumers=2, stages=4, outputs="dq"),
 }
 
 
@@ -111,15 +121,14 @@ def keys_smem_bytes(tiles: BackwardTiling) -> int:
     """Return the size of KeyGradientStorage."""
     loaded = {"dk dv": 4, "dk": 3, "dv": 2}[tiles.outputs]
     keys = (2 if "dk" in tiles.outputs else 1) * tiles.rows * tiles.head_dim
+    stored = 2 * tiles.rows * ROWS if "dk" in tiles.outputs else 0
     staged = tiles.stages * (loaded * ROWS * tiles.head_dim + 4 * TABLE_WORDS)
-    return _round_up(keys + staged + 8 * (1 + 2 * tiles.stages), _ALIGNMENT)
+    return _round_up(stored + keys + staged + 8 * (1 + 2 * tiles.stages), _ALIGNMENT)
 
 
 def queries_smem_bytes(tiles: BackwardTiling) -> int:
     """Return the size of QueryGradientStorage."""
-    staged = tiles.stages * 3 * tiles.block_n * tiles.head_dim
-    barriers = _round_up(8 * (1 + 2 * tiles.stages), 16)
-    return _round_up(2 * tiles.rows * tiles.head_dim + staged + barriers + 16, _ALIGNMENT)
+    return _round_up(tiles.stages * (STORED_KEYS * (tiles.rows + tiles.head_dim) + 16), _ALIGNMENT)
 
 
 _SOURCE = """#include "attention/sm90/backward.cuh"
@@ -127,7 +136,6 @@ _SOURCE = """#include "attention/sm90/backward.cuh"
 struct Cfg {{
   static constexpr int kHeadDim = {tiles.head_dim};
   static constexpr int kConsumers = {tiles.consumers};
-  static constexpr int kBlockN = {tiles.block_n};
   static constexpr int kStages = {tiles.stages};
   static constexpr int kConsumerRegisters = {tiles.registers[0]};
   static constexpr int kProducerRegisters = {tiles.registers[1]};
@@ -137,14 +145,17 @@ struct Cfg {{
   static constexpr bool kLengths = {lengths};
   static constexpr bool kWantsKeys = {wants_keys};
   static constexpr bool kWantsValues = {wants_values};
+  static constexpr bool kTurns = {turns};
 }};
 
 using greenfast::ptx::TensorMap;
 
 extern "C" __global__ void __launch_bounds__({tiles.threads}, 1)
-{entry}({maps}, const greenfast::QueryTable* tables, const float* factors,
-        {outputs}, int group, int q_len, int kv_len{limits}) {{
-  greenfast::{body}<Cfg>({{tables, factors, {fields}, group, q_len, kv_len{limit_names}}}, {names});
+{entry}({maps}, const greenfast::QueryTable* tables, const float* factors, const float* row_factors,
+        {outputs}, int group, int q_len, int kv_len, int first_head, unsigned char* ds,
+        int stored_tiles{limits}) {{
+  greenfast::{body}<Cfg>({{tables, factors, row_factors, {fields}, group, q_len, kv_len, first_head, ds,
+                          stored_tiles{limit_names}}}, {names});
 }}
 """
 
@@ -164,6 +175,7 @@ def _render(
         limits="".join(f", {parameter}" for parameter in limits),
         limit_names="".join(f", {parameter.split()[-1]}" for parameter in limits),
         wants_keys=str("dk" in tiles.outputs).lower(),
+        turns=str(tiles.turns).lower(),
         wants_values=str("dv" in tiles.outputs).lower(),
         entry=entry,
         body=body,
@@ -184,7 +196,7 @@ def keys_kernel(tiles: BackwardTiling, mask: BackwardMask) -> KernelSource:
 def queries_kernel(tiles: BackwardTiling, mask: BackwardMask) -> KernelSource:
     """Render the kernel of dQ."""
     smem = queries_smem_bytes(tiles)
-    return _render(QUERIES_ENTRY, "backward_queries", tiles, smem, mask, "q grad k v k_t", "dq")
+    return _render(QUERIES_ENTRY, "backward_queries", tiles, smem, mask, "k_t", tiles.outputs)
 
 
 def _rows_map(name: str, heads: int, length: int, box_rows: int, dim: int) -> TensorMap:
@@ -203,38 +215,78 @@ def _list_limits(mask: BackwardMask, kv_heads: int, batch: int) -> tuple[Argumen
     return (*shifts, np.int32(kv_heads // batch), "kv_lengths") if mask.lengths else shifts
 
 
+def stored_shape(heads: int, q_len: int, kv_len: int, mask: BackwardMask) -> tuple[int, int, int, int]:
+    """Return the shape of the codes of dS: heads of Q of a launch, tiles of queries, of keys, and bytes of a tile.
+
+    Each 64 queries have the keys that some of them attend to, from a multiple of STORED_KEYS on.
+    """
+    keys = _round_up(kv_len, STORED_KEYS)
+    if mask.shifts is not None:
+        keys = min(keys, _round_up(mask.shifts[1] - mask.shifts[0] + ROWS, STORED_KEYS) + STORED_KEYS)
+    return heads, -(-q_len // ROWS), keys // ROWS, ROWS * ROWS
+
+
+@dataclass(frozen=True)
+class HeadRange:
+    """Heads of K and V, counted over the batch: ``first`` .. ``stop`` - 1."""
+
+    first: int
+    stop: int
+
+
+def stored_bytes(heads: int, q_len: int, kv_len: int, mask: BackwardMask) -> int:
+    """Return the bytes of dS."""
+    return math.prod(stored_shape(heads, q_len, kv_len, mask))
+
+
+def split_heads(heads: int, kv_heads: int, q_len: int, kv_len: int, mask: BackwardMask) -> list[HeadRange]:
+    """Return the heads of each launch: as many as have MOST_STORED_BYTES of dS, but at least one, the largest first."""
+    most = max(1, MOST_STORED_BYTES // stored_bytes(heads // kv_heads, q_len, kv_len, mask))
+    count = -(-kv_heads // -(-kv_heads // most))
+    return [HeadRange(first, min(kv_heads, first + count)) for first in range(0, kv_heads, count)]
+
+
 def keys_launch(
-    tiles: BackwardTiling, heads: int, kv_heads: int, q_len: int, kv_len: int, mask: BackwardMask = FULL, batch: int = 1
-) -> Launch:
+    tiles: BackwardTiling, heads: int, kv_heads: int, q_len: int, kv_len: int, mask: BackwardMask = FULL,
+    batch: int = 1, part: HeadRange | None = None,
+) -> Launch:  # fmt: skip
     """Return the launch of the kernel of dK and dV. heads, kv_heads: over the batch; kv_heads divides heads.
 
-    With a mask of lengths there is a further input, ``kv_lengths``, int32 (batch,).
+    With a mask of lengths there is a further input, ``kv_lengths``, int32 (batch,). part: the heads of this launch, by
+    default all. ``ds`` has only theirs.
     """
+    part = part or HeadRange(0, kv_heads)
+    count = part.stop - part.first
     return Launch(
-        grid=(-(-kv_len // tiles.rows) * kv_heads, 1, 1),
+        grid=(-(-kv_len // tiles.rows) * count, 1, 1),
         args=(
             *(_rows_map(name, kv_heads, kv_len, ROWS, tiles.head_dim) for name in ("k", "v")),
             *(_rows_map(name, heads, q_len, ROWS, tiles.head_dim) for name in ("q", "grad")),
             *(_columns_map(name, heads, q_len, ROWS, tiles.head_dim) for name in ("q_t", "grad_t")),
-            *("tables", "factors", *tiles.outputs.split()),
-            *(np.int32(n) for n in (heads // kv_heads, q_len, kv_len)),
+            *("tables", "factors", "row_factors", *tiles.outputs.split()),
+            *(np.int32(n) for n in (heads // kv_heads, q_len, kv_len, part.first)),
+            "ds" if "dk" in tiles.outputs else np.int64(0),
+            np.int32(stored_shape(heads, q_len, kv_len, mask)[2]),
             *_list_limits(mask, kv_heads, batch),
         ),
     )
 
 
 def queries_launch(
-    tiles: BackwardTiling, heads: int, kv_heads: int, q_len: int, kv_len: int, mask: BackwardMask = FULL, batch: int = 1
-) -> Launch:
-    """Return the launch of the kernel of dQ. Arguments and inputs are as for ``keys_launch``."""
+    tiles: BackwardTiling, heads: int, kv_heads: int, q_len: int, kv_len: int, mask: BackwardMask = FULL,
+    batch: int = 1, part: HeadRange | None = None,
+) -> Launch:  # fmt: skip
+    """Return the launch of the kernel of dQ, after that of dK. Arguments and inputs are as for ``keys_launch``."""
+    part = part or HeadRange(0, kv_heads)
+    count = (part.stop - part.first) * heads // kv_heads
     return Launch(
-        grid=(-(-q_len // tiles.rows) * heads, 1, 1),
+        grid=(-(-q_len // tiles.rows) * count, 1, 1),
         args=(
-            *(_rows_map(name, heads, q_len, ROWS, tiles.head_dim) for name in ("q", "grad")),
-            *(_rows_map(name, kv_heads, kv_len, tiles.block_n, tiles.head_dim) for name in ("k", "v")),
-            _columns_map("k_t", kv_heads, kv_len, tiles.block_n, tiles.head_dim),
-            *("tables", "factors", "dq"),
-            *(np.int32(n) for n in (heads // kv_heads, q_len, kv_len)),
+            _columns_map("k_t", kv_heads, kv_len, STORED_KEYS, tiles.head_dim),
+            *("tables", "factors", "row_factors", *tiles.outputs.split()),
+            *(np.int32(n) for n in (heads // kv_heads, q_len, kv_len, part.first)),
+            "ds",
+            np.int32(stored_shape(heads, q_len, kv_len, mask)[2]),
             *_list_limits(mask, kv_heads, batch),
         ),
     )
@@ -252,16 +304,17 @@ struct Cfg {{
 }};
 
 extern "C" __global__ void __launch_bounds__({threads}, {blocks})
-{entry}({inputs}, const float* lse, const float* lse_mean, const float* rotation,
+{entry}({inputs}, const float2* row_stats, const float* lse_mean, const float* rotation,
         int batch, int heads, int kv_heads, int q_len, int kv_len, float softmax_scale,
         unsigned char* q_codes, unsigned char* k_codes, unsigned char* v_codes, unsigned char* grad_codes,
         unsigned char* q_t, unsigned char* k_t, unsigned char* grad_t, greenfast::QueryTable* tables, float* factors,
-        float* k_sums, float* k_mean, float* mean_shift, float* k_amax, float* v_amax{kv_lengths}) {{
+        float* row_factors, float* k_sums, float* k_mean, float* mean_shift, float* k_amax, float* v_amax,
+        float* v_norm{kv_lengths}) {{
   greenfast::{body}<Cfg>(
-      {{{fields}, lse, lse_mean, rotation, batch, heads, kv_heads, q_len, kv_len, softmax_scale,
+      {{{fields}, row_stats, lse_mean, rotation, batch, heads, kv_heads, q_len, kv_len, softmax_scale,
         {lengths_field}}},
-      {{q_codes, k_codes, v_codes, grad_codes, q_t, k_t, grad_t, tables, factors, k_sums, k_mean, mean_shift,
-       k_amax, v_amax}});
+      {{q_codes, k_codes, v_codes, grad_codes, q_t, k_t, grad_t, tables, factors, row_factors, k_sums, k_mean,
+       mean_shift, k_amax, v_amax, v_norm}});
 }}
 """
 #: The quantizer's inputs, in the order of its arguments.
@@ -330,17 +383,18 @@ def encode_launches(
 
     lengths: there is a further input, ``kv_lengths``, int32 (batch,). Codes of keys after them are zeros.
 
-    Further inputs, float32: ``lse`` (heads, q_len), of scores with keys minus ``lse_mean``; ``lse_mean`` (kv_heads,
-    head_dim), already rotated by ``rotation`` (head_dim, head_dim). Further buffers, float32: ``k_sums`` (kv_heads,
-    chunks, head_dim), ``k_mean`` and ``mean_shift`` (kv_heads, head_dim), ``k_amax`` and ``v_amax`` (kv_heads, blocks
-    of keys). The first kernel writes k_sums and v_amax, the second the others.
+    Further inputs, float32: ``row_stats`` (heads, q_len, 2), log-sum-exp and largest of the scores with keys minus
+    ``lse_mean``; ``lse_mean`` (kv_heads, head_dim), already rotated by ``rotation`` (head_dim, head_dim). Further
+    buffers, float32: ``k_sums`` (kv_heads, chunks, head_dim), ``k_mean`` and ``mean_shift`` (kv_heads, head_dim),
+    ``k_amax``, ``v_amax`` and ``v_norm`` (kv_heads, blocks of keys). The first kernel writes k_sums, v_amax and v_norm,
+    the second the others.
     """
     inputs: list[Argument] = []
     for name, of_rows in zip(INPUTS, strides, strict=True):
         inputs += [name, *(np.int64(n) for n in of_rows)]
     args: tuple[Argument, ...] = (
         *inputs,
-        *("lse", "lse_mean", "rotation"),
+        *("row_stats", "lse_mean", "rotation"),
         *(np.int32(n) for n in (batch, heads, kv_heads, q_len, kv_len)),
         np.float32(scale),
         *(
@@ -353,11 +407,13 @@ def encode_launches(
             "grad_t",
             "tables",
             "factors",
+            "row_factors",
             "k_sums",
             "k_mean",
             "mean_shift",
             "k_amax",
             "v_amax",
+            "v_norm",
         ),
         *(("kv_lengths",) if lengths else ()),
     )

@@ -50,6 +50,7 @@ class AttentionConfig:
     dtype: "float16" or "bfloat16", the type of the output, and of tensors that a kernel quantizes.
     mask: the keys that a query attends to.
     log_sum_exp: the kernel also writes LSE, the natural logarithm of each row's sum of exponentials.
+    score_max: it also writes each row's largest score, and pairs of both numbers: ``lse`` has a last dimension of 2.
     sum_quantized_p: that sum is of P after its rounding, the divisor of the output. Faster, and needed for a merge
     with results over other keys. For rows with few keys it is off by up to 3 %.
     query_scales, key_scales: "head", a scale per head and batch; "block", a scale per QUERY_BLOCK rows of Q and per
@@ -73,6 +74,7 @@ class AttentionConfig:
     dtype: str = field(default="float16", metadata={"BF16": {1: "bfloat16"}})
     mask: Mask = field(default=Mask.NONE, metadata={"CAUSAL": {1: Mask.UPPER_LEFT, 2: Mask.LOWER_RIGHT}})
     log_sum_exp: bool = field(default=False, metadata={"LSE": {1: True}})
+    score_max: bool = False
     sum_quantized_p: bool = False
     query_scales: str = field(default="head", metadata={"QBLOCK": {QUERY_BLOCK: "block", 1: "fine"}})
     key_scales: str = field(default="head", metadata={"KBLOCK": {ROW_BLOCK: "block", ROW_BLOCK // KEY_GROUPS: "fine"}})
@@ -98,8 +100,9 @@ class AttentionConfig:
             raise UsageError(f"columns: {self.columns}; a multiple of 8 up to head_dim {self.head_dim} is needed")
         if self.key_scales == "head" and "block" in (self.query_scales, self.value_scales):
             raise UsageError("scales of blocks of Q or V (QBLOCK, VBLOCK) go with scales of blocks of K (KBLOCK)")
-        if self.sum_quantized_p and not self.log_sum_exp:
-            raise UsageError("sum_quantized_p: it changes the log-sum-exp alone; set log_sum_exp too")
+        for name in ("sum_quantized_p", "score_max"):
+            if getattr(self, name) and not self.log_sum_exp:
+                raise UsageError(f"{name}: it goes with the log-sum-exp; set log_sum_exp too")
         if (self.query_scales == "fine") != (self.key_scales == "fine"):
             raise UsageError("fine scales of Q (QBLOCK=1) go with fine scales of K (KBLOCK=32)")
 

@@ -112,7 +112,13 @@ struct Epilogue {
         const float ln2 = 0.6931471805599453f;
         float lse = any ? (log2f(total) - OnlineSoftmax<Traits>::kMaxOffset + softmax.base[r]) * ln2 : -CUDART_INF_F;
         if constexpr (Traits::kSinks) lse = any ? lse + sink_shift * ln2 : sink;
-        p.lse[static_cast<size_t>(head) * p.q_len + row] = nonfinite.scores[r] ? CUDART_NAN_F : lse;
+        lse = nonfinite.scores[r] ? CUDART_NAN_F : lse;
+        const size_t index = static_cast<size_t>(head) * p.q_len + row;
+        if constexpr (Traits::kScoreMax) {
+          reinterpret_cast<float2*>(p.lse)[index] = make_float2(lse, softmax.top[r] * ln2);
+        } else {
+          p.lse[index] = lse;
+        }
       }
     }
   }

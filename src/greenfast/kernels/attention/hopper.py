@@ -57,6 +57,7 @@ def kernel(
         "Skip": config.skip,
         "Sinks": config.sinks,
         "Lse": config.log_sum_exp,
+        "ScoreMax": config.score_max,
         "SumUnroundedP": config.sum_unrounded_p,
         "Int8": config.format == "int8",
         "QueryBlockScales": config.query_scales == "block" and not config.fuse_q_quant,

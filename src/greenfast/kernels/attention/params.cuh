@@ -44,7 +44,8 @@ struct FlashParams {
                          // with kFineScales (batch x heads, q_len) and (batch x kv_heads, blocks, kKeyGroups)
   const float* v_scale;  // the same with kValueBlockScales, or (batch x kv_heads, head_dim) with kChannelScales
   void* out;             // (batch, heads, q_len, columns) of Cfg::Out, as `rows` says
-  float* lse;            // (batch x heads, q_len), natural logarithm; unused without kLse
+  float* lse;            // (batch x heads, q_len), natural logarithm; unused without kLse. With kScoreMax pairs: of the
+                         // log-sum-exp and the largest score
   int heads;             // batch x heads; with kScheduled, the heads of one sequence
   int heads_per_kv;      // query heads per KV head
   int q_len;             // rows of Q in each head

@@ -11,13 +11,14 @@
 
 namespace greenfast {
 
-// Traits: kBlockN, kExp2Emulated, kRowSumByMma, kPerTileBase, kSkip.
+// Traits: kBlockN, kExp2Emulated, kRowSumByMma, kPerTileBase, kSkip, kScoreMax.
 template <class Traits>
 struct OnlineSoftmax {
   using Scales = ScoreScales<Traits>;
   static constexpr int kScores = Traits::kBlockN / 2;  // per thread
   static constexpr int kSteps = Traits::kBlockN / 32;  // k-steps of P V
   static constexpr int kScales = Scales::kScales;
+  static constexpr bool kTop = Traits::kSkip || Traits::kScoreMax;
   // The largest P of a tile is stored as 448 = 2^kMaxOffset, the largest E4M3 number, so that small values keep their
   // precision.
   static constexpr float kMaxOffset = 8.807355f;
@@ -29,14 +30,14 @@ struct OnlineSoftmax {
 
   float base[2];  // the exponent of a score with P = 2^kMaxOffset, subtracted from all; -inf before the first key
   float sum[2];   // row sum over this thread's columns; unused with kRowSumByMma
-  float top[2];   // with kSkip: the row's largest score so far, at least `base`; -inf before the first key
+  float top[2];   // with kTop: the row's largest score so far, at least `base`; -inf before the first key
 
   __device__ __forceinline__ void start() {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       base[r] = -CUDART_INF_F;
       sum[r] = 0.0f;
-      if constexpr (Traits::kSkip) top[r] = -CUDART_INF_F;
+      if constexpr (kTop) top[r] = -CUDART_INF_F;
     }
   }
 
@@ -85,7 +86,7 @@ struct OnlineSoftmax {
 #pragma unroll
       for (int h = 0; h < kScales; ++h) bias[h][r] = kMaxOffset - exponent_base;
       base[r] = row_max[r];
-      if constexpr (Traits::kSkip) top[r] = fmaxf(top[r], row_max[r]);  // an earlier base is at most `top`
+      if constexpr (kTop) top[r] = fmaxf(top[r], row_max[r]);  // an earlier base is at most `top`
       sum[r] *= rescale[r];
     }
     if constexpr (Variant::kShift != 0.0f) subtract_shift<Variant>(s, scales, bias);

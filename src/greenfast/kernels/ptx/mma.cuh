@@ -30,6 +30,14 @@ __device__ __forceinline__ void stmatrix_x4(void* smem_row, const unsigned (&r)[
                : "memory");
 }
 
+// The same, with each 8x8 tile transposed.
+__device__ __forceinline__ void stmatrix_x4_trans(void* smem_row, const unsigned (&r)[4]) {
+  const unsigned dst = static_cast<unsigned>(__cvta_generic_to_shared(smem_row));
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(dst), "r"(r[0]),
+               "r"(r[1]), "r"(r[2]), "r"(r[3])
+               : "memory");
+}
+
 // c += a * b of one instruction; the accumulators have constraint "+f" or "+r".
 #define GF_MMA(instruction, accumulator, c, a, b0, b1)                                                            \
   asm volatile("mma.sync.aligned." instruction " {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};" \

@@ -1,10 +1,10 @@
 // Quantizes the inputs of a backward pass to the layouts that attention/sm90/backward.cuh reads.
 //
-// sum_keys adds the rows of K, and finds the largest numbers of V after the rotation. measure_keys finds the largest
-// numbers of K minus its mean. encode_backward writes the codes and the tables. A block takes kTileRows rows: it rotates
-// them for the int8 codes (rows_transform.cuh), and reads them again, without a rotation, for the transposed E4M3
-// codes. The mean of K is exact: rounding of dO V^T adds nearly the same number to a whole row of dP, and in dQ = dS K
-// that number is multiplied by the part of the mean that is left in K.
+// sum_keys adds the rows of K, and finds the largest numbers and norms of V's rows after the rotation. measure_keys finds
+// the largest numbers of K minus its mean. encode_backward writes the codes and the tables. A block takes kTileRows rows:
+// it rotates them for the int8 codes (rows_transform.cuh), and reads them again, without a rotation, for the transposed
+// E4M3 codes. The mean of K is exact: rounding of dO V^T adds nearly the same number to a whole row of dP, and in dQ =
+// dS K that number is multiplied by the part of the mean that is left in K.
 #pragma once
 
 #include "attention/sm90/backward.cuh"
@@ -14,7 +14,7 @@ namespace greenfast {
 
 struct BackwardInputs {
   QuantizeInput q, k, v, out, grad;
-  const float* lse;  // (batch x heads, q_len), natural logarithms, of scores with keys minus lse_mean
+  const float2* row_stats;  // (batch x heads, q_len): log-sum-exp and largest of the scores with keys minus lse_mean
   // (batch x kv_heads, kHeadDim), rotated as by build_rotation, and that matrix, (kHeadDim, kHeadDim).
   const float *lse_mean, *rotation;
   int batch, heads, kv_heads, q_len, kv_len;
@@ -34,9 +34,10 @@ struct BackwardCodes {
   unsigned char *q_t, *k_t, *grad_t;  // E4M3 (batch x heads or kv_heads, kHeadDim, length rounded up to 16)
   QueryTable* tables;                 // (batch x heads, tiles of 64 queries)
   float* factors;                     // (batch x kv_heads, 3)
+  float* row_factors;                 // (batch x heads, q_len)
   float* k_sums;                      // (batch x kv_heads, chunks, kHeadDim), see KeySums
   float *k_mean, *mean_shift;         // (batch x kv_heads, kHeadDim): of K, and that minus lse_mean
-  float *k_amax, *v_amax;             // (batch x kv_heads, tiles of keys): largest numbers / Rows::kFactor
+  float *k_amax, *v_amax, *v_norm;    // (batch x kv_heads, tiles of keys): largest numbers and norms / Rows::kFactor
 };
 
 // The configuration of the quantizer's parts. Cfg: kHeadDim; kTileRows, 64 or 128, of a block; In; kThreads; kLengths,
@@ -59,10 +60,10 @@ struct BackwardColumns {
 template <class Cfg>
 struct BackwardStorage {
   unsigned tile[Cfg::kTileRows * Cfg::kHeadDim / 4];           // of E4M3 codes, as BackwardTile::word_index orders them
-  float row_max[Cfg::kHeadDim > 128 ? 2 : 1][Cfg::kTileRows];  // of dO, by the warps that share the rows
-  float row_factor[Cfg::kTileRows];                            // of E4M3 codes of dO
-  float warp_max[2][Cfg::kThreads / 32];                       // of Q and of dO
-  float delta[Cfg::kTileRows], mean_score[Cfg::kTileRows];     // rowsum(dO O), and Q times mean_shift
+  float of_rows[Cfg::kHeadDim > 128 ? 2 : 1][Cfg::kTileRows];  // a number of each row, by the warps that share it
+  float q_factor[Cfg::kTileRows], grad_factor[Cfg::kTileRows];  // of E4M3 codes
+  float warp_max[2][Cfg::kThreads / 32];
+  float delta[Cfg::kTileRows], mean_score[Cfg::kTileRows];  // rowsum(dO O), and Q times mean_shift
 };
 
 // Eight columns of a row, as pairs of bfloat16. As pairs, because 16-bit values are taken apart and joined again.
@@ -188,25 +189,49 @@ struct BackwardTile {
     }
   }
 
-  // Writes the E4M3 codes of the tile's columns, (kHeadDim, stop_row rounded up to 16) of the head. factor(step, i): the
-  // factor of the tile's row i = kRows * step + (a thread's first row). sum(step, values): a thread's part of a sum over
-  // the row, for eight columns; the sums are written to row_sums.
-  template <bool kCentered, class Factor, class Sum = NoRowSum>
+  // Returns the largest norm of the tile's rows. amax: their largest magnitude.
+  __device__ __forceinline__ float largest_norm(const typename Rows::Values& x, float amax) const {
+    const float inverse = amax > 0.0f ? __frcp_rn(amax) : 0.0f;
+    const int warp = threadIdx.x / 32;
+    float sums[2] = {};
+#pragma unroll
+    for (int i = 0; i < Rows::kWarpParts * 32; ++i) {
+      const float value = x[i / 32][i / 16 % 2][i / 4 % 4][i % 4] * inverse;
+      sums[i / 16 % 2] = fmaf(value, value, sums[i / 16 % 2]);
+    }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      sums[r] += __shfl_xor_sync(0xffffffffu, sums[r], 1);
+      sums[r] += __shfl_xor_sync(0xffffffffu, sums[r], 2);
+      if (Rows::kSplit > 1 && threadIdx.x % 4 == 0) shared.of_rows[warp % Rows::kSplit][row[r] - first] = sums[r];
+    }
+    if constexpr (Rows::kSplit > 1) {
+      __syncthreads();
+#pragma unroll
+      for (int r = 0; r < 2; ++r) sums[r] = shared.of_rows[0][row[r] - first] + shared.of_rows[1][row[r] - first];
+    }
+    return block_max_nan<Cfg::kThreads>(shared.warp_max[1], sqrtf(ptx::max_nan(sums[0], sums[1]))) * amax;
+  }
+
+  // Writes the E4M3 codes of the tile's columns, (kHeadDim, stop_row rounded up to 16) of the head. factor(i): of the
+  // tile's row i. sum(step, values): a thread's part of a sum over the row, for eight columns; the sums are written to
+  // row_sums.
+  template <bool kKeys, class Factor, class Sum = NoRowSum>
   __device__ __forceinline__ void write_transposed(const Head& head, int stop_row, unsigned char* codes, Factor factor,
                                                    Sum sum = {}, float* row_sums = nullptr,
                                                    const float* head_mean = nullptr) const {
     const int column = threadIdx.x % Columns::kRowThreads * kVector, first_row = threadIdx.x / Columns::kRowThreads;
     const In* address = head.address(first + first_row, column);
     float mean[kVector], sums[Columns::kSteps];
-    if constexpr (kCentered) read_mean(head_mean + column, mean);
+    if constexpr (kKeys) read_mean(head_mean + column, mean);
 #pragma unroll
     for (int step = 0; step < Columns::kSteps; ++step) {
       const int i = step * Columns::kRows + first_row;
       const bool inside = first + i < head.length;
       EightColumns x = load(address, inside);
       address += Columns::kRows * head.row_stride;
-      if constexpr (kCentered) center(x, mean, inside);
-      const float row_factor = factor(step, i);
+      if constexpr (kKeys) center(x, mean, inside);
+      const float row_factor = factor(i);
       unsigned out[2];
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
@@ -233,7 +258,8 @@ struct BackwardTile {
       unsigned words[4][4];  // word m of column c in [m][c]
 #pragma unroll
       for (int m = 0; m < 4; ++m) {
-        const unsigned keys[4] = {code(2 * m), code(2 * m + 1), code(2 * m + 8), code(2 * m + 9)};
+        const int second = kKeys ? 8 : 1, third = 9 - second;
+        const unsigned keys[4] = {code(2 * m), code(2 * m + second), code(2 * m + third), code(2 * m + 9)};
         transpose_bytes(keys, words[m]);
       }
       unsigned char* to = codes + 4ll * word * padded + first + key;
@@ -266,12 +292,37 @@ struct BackwardTile {
     return threadIdx.x % Columns::kRowThreads / kRowLanes;
   }
 
-  // The scale of a head of K or V from the maxima of its tiles. Each warp computes it.
-  __device__ __forceinline__ static float head_scale(const float* amax, int tiles) {
+  // The largest of the numbers of a head's tiles. Each warp computes it.
+  __device__ __forceinline__ static float head_max(const float* of_tiles, int tiles) {
     float largest = 0.0f;
 #pragma unroll 1
-    for (int i = threadIdx.x % 32; i < tiles; i += 32) largest = ptx::max_nan(largest, amax[i]);
-    return Rows::scale_for(warp_max_nan(largest));
+    for (int i = threadIdx.x % 32; i < tiles; i += 32) largest = ptx::max_nan(largest, of_tiles[i]);
+    return warp_max_nan(largest);
+  }
+
+  // The scale of a head of K or V from the maxima of its tiles.
+  __device__ __forceinline__ static float head_scale(const float* amax, int tiles) {
+    return Rows::scale_for(head_max(amax, tiles));
+  }
+
+  // A bound of |dP - delta| in units of the codes: twice the product of the largest norms, and a margin of 1/16. A row
+  // of codes of dO has at most 127 in each column.
+  __device__ __forceinline__ static float difference_bound(float v_norm, float v_scale) {
+    return ptx::max_nan(1.0f, 2.125f * 127.0f * Rows::kRoot * Rows::kFactor * v_norm / v_scale);
+  }
+
+  // The least multiple of 6 whose power of 2 exceeds a number; kNoUnit for 0. A coarse grid, because the dK/dV kernel
+  // multiplies its sums whenever the unit changes from one tile to the next.
+  __device__ __forceinline__ static int find_unit(float largest) {
+    if (largest == 0.0f) return kNoUnit;
+    if (!(largest < CUDART_INF_F)) return 6;
+    const int exponent = min(max(static_cast<int>(__float_as_uint(largest) >> 23) - 126, -120), 126);
+    return (exponent + 126 + 5) / 6 * 6 - 126;
+  }
+
+  // kFactor / 2^unit.
+  __device__ __forceinline__ static float code_factor(int unit) {
+    return unit == kNoUnit ? 0.0f : __uint_as_float((127 - unit) << 23) * kFactor;
   }
 };
 
@@ -302,7 +353,11 @@ __device__ __forceinline__ void sum_keys(const BackwardInputs& p, const Backward
     typename Tile::Rows::Values x;
     rows.template rotate<false>(head, x);
     const float amax = block_max_nan<Cfg::kThreads>(shared.warp_max[0], Tile::Rows::largest(x));
-    if (threadIdx.x == 0) codes.v_amax[item] = amax;
+    const float norm = rows.largest_norm(x, amax);
+    if (threadIdx.x == 0) {
+      codes.v_amax[item] = amax;
+      codes.v_norm[item] = norm;
+    }
     return;
   }
   const int head_index = blockIdx.x / sums.chunks, chunk = blockIdx.x % sums.chunks;
@@ -374,7 +429,7 @@ __device__ __forceinline__ void encode_backward(const BackwardInputs& p, const B
   __shared__ BackwardStorage<Cfg> shared;
   using Tile = BackwardTile<Cfg>;
   using Rows = typename Tile::Rows;
-  constexpr float kLog2e = 1.4426950408889634f;
+  constexpr float kLog2e = 1.4426950408889634f, kLargestSlope = 448.0f;
   const int kv_tiles = (p.kv_len + Cfg::kTileRows - 1) / Cfg::kTileRows, tile = blockIdx.y;
   const int head_count = p.batch * p.kv_heads;
   const int kind = blockIdx.x < head_count ? 0 : blockIdx.x < 2 * head_count ? 1 : 2;
@@ -386,71 +441,106 @@ __device__ __forceinline__ void encode_backward(const BackwardInputs& p, const B
   const long long q_first = static_cast<long long>(head_index) * p.q_len * Cfg::kHeadDim;
   const Tile rows(shared, tile);
   const float* k_amax = codes.k_amax + kv_index * kv_tiles;
-  const float* v_amax = codes.v_amax + kv_index * kv_tiles;
+  const float *v_amax = codes.v_amax + kv_index * kv_tiles, *v_norm = codes.v_norm + kv_index * kv_tiles;
   const float* mean = codes.k_mean + kv_index * Cfg::kHeadDim;
+  const float v_scale = Tile::head_scale(v_amax, kv_tiles);
   typename Rows::Values x;
 
   if (kind == 0) {
     const typename Tile::Head head(p.k, b, h, count_keys<Cfg>(p, b));
     rows.template rotate<true>(head, x, mean);
-    const float k_scale = Tile::head_scale(k_amax, kv_tiles), v_scale = Tile::head_scale(v_amax, kv_tiles);
-    if (threadIdx.x == 0 && tile == 0) {
-      const float of_keys = v_scale * (p.softmax_scale / Tile::kFactor);
-      codes.factors[3 * head_index] = of_keys * k_scale;
-      codes.factors[3 * head_index + 1] = of_keys;
-      codes.factors[3 * head_index + 2] = 1.0f / Tile::kFactor;
+    const float k_scale = Tile::head_scale(k_amax, kv_tiles);
+    if (threadIdx.x < 32 && tile == 0) {
+      constexpr float kLargestWeight = 1 << kWeightBits;
+      const float bound = Tile::difference_bound(Tile::head_max(v_norm, kv_tiles), v_scale);
+      const float factors[3] = {kLargestSlope / kLargestWeight / bound,
+                                v_scale * bound * (p.softmax_scale / kLargestSlope) / Tile::kFactor,
+                                1.0f / (kLargestWeight * Tile::kFactor)};
+      if (threadIdx.x < 3) codes.factors[3 * head_index + threadIdx.x] = factors[threadIdx.x];
     }
     rows.write_int8(p.kv_len, x, {k_scale, k_scale}, codes.k + kv_first);
     const long long padded = (p.kv_len + 15) / 16 * 16;
     const float factor = __fdividef(Tile::kFactor, k_scale);
     rows.template write_transposed<true>(
-        head, p.kv_len, codes.k_t + head_index * Cfg::kHeadDim * padded, [&](int, int) { return factor; }, NoRowSum(),
+        head, p.kv_len, codes.k_t + head_index * Cfg::kHeadDim * padded, [&](int) { return factor; }, NoRowSum(),
         nullptr, mean);
     return;
   }
   if (kind == 1) {
     const typename Tile::Head head(p.v, b, h, count_keys<Cfg>(p, b));
     rows.template rotate<false>(head, x);
-    const float v_scale = Tile::head_scale(v_amax, kv_tiles);
     rows.write_int8(p.kv_len, x, {v_scale, v_scale}, codes.v + kv_first);
     return;
   }
 
-  // Q. A warp has 16 rows, four warps a table's 64.
+  // Q and dO. A warp has 16 rows, four warps a table's 64.
   constexpr int kTables = Cfg::kTileRows / kBackwardRows, kTableWarps = Tile::kWarps / kTables;
   constexpr float kLeastFactor = 1.0f / 65536.0f;  // see kMagicBits: a start is less than 2^22 away from it
   const int warp = threadIdx.x / 32, table_of_warp = warp / kTableWarps;
   const typename Tile::Head q(p.q, b, h, p.q_len), grad(p.grad, b, h, p.q_len), out(p.out, b, h, p.q_len);
-  rows.prefetch(grad);  // dO and O are read after the work on Q
+  rows.prefetch(q);  // Q and O are read after the work on dO
   rows.prefetch(out);
-  const auto max_of_table = [&](const float (&warp_max)[Tile::kWarps], int table) {
-    float largest = warp_max[table * kTableWarps];
+  const auto max_of_table = [&](const float (&warp_max)[Tile::kWarps]) {
+    float largest = warp_max[table_of_warp * kTableWarps];
 #pragma unroll
-    for (int i = 1; i < kTableWarps; ++i) largest = ptx::max_nan(largest, warp_max[table * kTableWarps + i]);
+    for (int i = 1; i < kTableWarps; ++i) largest = ptx::max_nan(largest, warp_max[table_of_warp * kTableWarps + i]);
     return largest;
   };
+
+  // dO. NaN or infinity in a row of dO, or in its log-sum-exp, makes the gradients of the table's queries NaN.
+  const long long first_of_head = static_cast<long long>(head_index) * p.q_len;
+  rows.template rotate<false>(grad, x);
+  float row_max[2], scales[2], weights[2], score_max[2];  // weights: the largest of a row, 0 without a gradient
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    row_max[r] = quad_max_nan(Rows::largest(x, r));
+    if (Rows::kSplit > 1 && threadIdx.x % 4 == 0) {
+      shared.of_rows[warp % Rows::kSplit][rows.row[r] - rows.first] = row_max[r];
+    }
+  }
+  if constexpr (Rows::kSplit > 1) __syncthreads();
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int i = rows.row[r] - rows.first;
+    if constexpr (Rows::kSplit > 1) row_max[r] = ptx::max_nan(shared.of_rows[0][i], shared.of_rows[1][i]);
+    scales[r] = Rows::scale_for(row_max[r]);
+    const bool inside = rows.row[r] < p.q_len;
+    const float2 stats = inside ? p.row_stats[first_of_head + rows.row[r]] : make_float2(0.0f, 0.0f);
+    const float lse = stats.x;
+    score_max[r] = stats.y;
+    const bool has_weights = inside && row_max[r] > 0.0f && lse > -CUDART_INF_F;
+    weights[r] = has_weights ? ptx::ex2((score_max[r] - lse) * kLog2e) : 0.0f;
+    if (scales[r] != scales[r] || !(lse < CUDART_INF_F)) weights[r] = CUDART_NAN_F;
+  }
+  rows.write_int8(p.q_len, x, scales, codes.grad + q_first);
+  const float warp_weight = warp_max_nan(ptx::max_nan(weights[0] * scales[0], weights[1] * scales[1]));
+  if (threadIdx.x % 32 == 0) shared.warp_max[1][warp] = warp_weight;
+
   rows.template rotate<false>(q, x);
-  const float of_scores = Tile::head_scale(k_amax, kv_tiles) * (p.softmax_scale * kLog2e);
-  const float v_scale = Tile::head_scale(v_amax, kv_tiles);
+  const float k_scale = Tile::head_scale(k_amax, kv_tiles), of_scores = k_scale * (p.softmax_scale * kLog2e);
   const float warp_max = warp_max_nan(Rows::largest(x));
   if (threadIdx.x % 32 == 0) shared.warp_max[0][warp] = warp_max;
   __syncthreads();
-  float q_scales[kTables], q_factors[kTables];
-#pragma unroll
-  for (int i = 0; i < kTables; ++i) {
-    q_scales[i] = Rows::scale_for(max_of_table(shared.warp_max[0], i));
-    q_factors[i] = __fdividef(Tile::kFactor, q_scales[i]);
-  }
-  const float q_scale = table_of_warp == 0 ? q_scales[0] : q_scales[kTables - 1];
+  const float q_scale = Rows::scale_for(max_of_table(shared.warp_max[0]));
+  const float largest = max_of_table(shared.warp_max[1]);
   const float int8_scale = ptx::max_nan(q_scale, kLeastFactor / of_scores), score_factor = int8_scale * of_scores;
   rows.write_int8(p.q_len, x, {int8_scale, int8_scale}, codes.q + q_first);
+  const int key_unit = Tile::find_unit(largest * q_scale), value_unit = Tile::find_unit(largest);
+  if (threadIdx.x % 4 == 0) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int i = rows.row[r] - rows.first;
+      shared.q_factor[i] = weights[r] * scales[r] * Tile::code_factor(key_unit);
+      shared.grad_factor[i] = weights[r] * Tile::code_factor(value_unit);
+    }
+  }
+  __syncthreads();
   const long long padded = (p.q_len + 15) / 16 * 16, columns_first = head_index * Cfg::kHeadDim * padded;
   const int column = threadIdx.x % Tile::Columns::kRowThreads * kVector;
   float mean_of_columns[kVector];
   Tile::read_mean(codes.mean_shift + kv_index * Cfg::kHeadDim + column, mean_of_columns);
   rows.template write_transposed<false>(
-      q, p.q_len, codes.q_t + columns_first,
-      [&](int step, int) { return q_factors[step * Tile::Columns::kRows / kBackwardRows]; },
+      q, p.q_len, codes.q_t + columns_first, [&](int i) { return shared.q_factor[i]; },
       [&](int, const EightColumns& eight) {
         float sum = 0.0f;
 #pragma unroll
@@ -458,42 +548,10 @@ __device__ __forceinline__ void encode_backward(const BackwardInputs& p, const B
         return sum;
       },
       shared.mean_score);
-
-  // dO. NaN or infinity in a row of dO, or in its log-sum-exp, makes the gradients of the table's queries NaN.
-  const long long lse_first = static_cast<long long>(head_index) * p.q_len;
-  rows.template rotate<false>(grad, x);
-  float row_max[2], scales[2];
-#pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    row_max[r] = quad_max_nan(Rows::largest(x, r));
-    if (Rows::kSplit > 1 && threadIdx.x % 4 == 0) {
-      shared.row_max[warp % Rows::kSplit][rows.row[r] - rows.first] = row_max[r];
-    }
-  }
-  float grad_max = ptx::max_nan(row_max[0], row_max[1]);
-#pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    if (rows.row[r] < p.q_len && !(p.lse[lse_first + rows.row[r]] < CUDART_INF_F)) grad_max = CUDART_NAN_F;
-  }
-  grad_max = warp_max_nan(grad_max);
-  if (threadIdx.x % 32 == 0) shared.warp_max[1][warp] = grad_max;
-  if constexpr (Rows::kSplit > 1) __syncthreads();
-#pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    const int i = rows.row[r] - rows.first;
-    if constexpr (Rows::kSplit > 1) row_max[r] = ptx::max_nan(shared.row_max[0][i], shared.row_max[1][i]);
-    scales[r] = Rows::scale_for(row_max[r]);
-    if (threadIdx.x % 4 == 0) shared.row_factor[i] = __fdividef(Tile::kFactor, scales[r]);
-  }
-  __syncthreads();  // also: all threads have read the tile's codes of Q
-  rows.write_int8(p.q_len, x, scales, codes.grad + q_first);
-  // An integer greater than log2 of all scales of the table's rows; 0 without a gradient.
-  const float largest = max_of_table(shared.warp_max[1], table_of_warp) * (Rows::kFactor / Rows::kCodeMax);
-  const float grad_exponent =
-      largest > 0.0f ? static_cast<float>(static_cast<int>(__float_as_uint(largest) >> 23) - 126) : 0.0f;
+  __syncthreads();  // all threads have read the tile's codes of Q
   const typename Cfg::In* other = out.address(rows.first + threadIdx.x / Tile::Columns::kRowThreads, column);
   rows.template write_transposed<false>(
-      grad, p.q_len, codes.grad_t + columns_first, [&](int, int i) { return shared.row_factor[i]; },
+      grad, p.q_len, codes.grad_t + columns_first, [&](int i) { return shared.grad_factor[i]; },
       [&](int step, const EightColumns& eight) {
         const int i = step * Tile::Columns::kRows + threadIdx.x / Tile::Columns::kRowThreads;
         const EightColumns of_out = Tile::load(other, rows.first + i < p.q_len);
@@ -510,26 +568,28 @@ __device__ __forceinline__ void encode_backward(const BackwardInputs& p, const B
   if (index >= tables) return;
   QueryTable& table = codes.tables[head_index * tables + index];
   constexpr float kRange = 4194304.0f;  // 2^22
+  const float bound = Tile::difference_bound(Tile::head_max(v_norm, kv_tiles), v_scale);
+  const float of_rows = v_scale * bound * (p.softmax_scale / kLargestSlope) * k_scale * (1.0f / Tile::kFactor);
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     if (threadIdx.x % 4 != 0 || warp % Rows::kSplit != 0) break;
     const int i = rows.row[r] - rows.first, in_table = i % kBackwardRows;
     int score = kMagicBits - static_cast<int>(kRange), weight = kMagicBits;
-    if (rows.row[r] < p.q_len && row_max[r] > 0.0f) {
-      const float lse = p.lse[lse_first + rows.row[r]];
-      const float exponent = (lse - shared.mean_score[i] * p.softmax_scale) * kLog2e - log2f(scales[r]) + grad_exponent;
-      if (lse > -CUDART_INF_F) {
-        score = kMagicBits - __float2int_rn(fminf(fmaxf(exponent / score_factor, -kRange), kRange));
+    if (rows.row[r] < p.q_len) {
+      codes.row_factors[first_of_head + rows.row[r]] = weights[r] * scales[r] * of_rows;
+      const float top = (score_max[r] - shared.mean_score[i] * p.softmax_scale) * kLog2e;
+      if (weights[r] > 0.0f) score = kMagicBits - __float2int_rn(fminf(fmaxf(top / score_factor, -kRange), kRange));
+      if (row_max[r] > 0.0f) {
+        weight = kMagicBits - __float2int_rn(fminf(fmaxf(shared.delta[i] / (scales[r] * v_scale), -kRange), kRange));
       }
-      weight = kMagicBits - __float2int_rn(fminf(fmaxf(shared.delta[i] / (scales[r] * v_scale), -kRange), kRange));
     }
     table.score[QueryTable::word_of(in_table)] = score;
     table.weight[QueryTable::word_of(in_table)] = weight;
   }
   if (threadIdx.x % (32 * kTableWarps) == 0) {
     table.score_factor = largest < CUDART_INF_F ? score_factor : CUDART_NAN_F;
-    table.q_scale = q_scale;
-    table.grad_exponent = grad_exponent;
+    table.key_unit = key_unit;
+    table.value_unit = value_unit;
     table.padding = 0;
   }
 }

@@ -1,22 +1,26 @@
-// Attention backward for Hopper: dK and dV by one kernel, dQ by another, both by wgmma on 8-bit operands.
+// Attention backward for Hopper: one kernel computes dK and dV and writes the codes of dS, another one dQ = dS K. All
+// products are wgmmas of 8-bit operands.
 //
 // S = Q K^T and dP = dO V^T are products of int8 codes; P^T dO, dS^T Q and dS K are products of E4M3 codes. 8-bit wgmma
-// reads both operands along the summed axis. So the dK/dV kernel computes S^T and dP^T (rows are keys), the dQ kernel S
-// and dP (rows are queries): seven products, no transposition of P or dS, no atomics, the same bits in every run.
+// reads both operands along the summed axis. So the dK/dV kernel computes S^T and dP^T (rows are keys), and dS reaches
+// global memory with rows of queries: stmatrix transposes pairs of bytes, the keys r and r + 8 of a query. Nothing is
+// computed twice, and there are no atomics: the same bits in every run.
 //
 // Accumulators of int8 products start at integers that are the bits of floats near kMagic = 1.5 * 2^23. So the result
-// read as a float is kMagic + (the sum), without a conversion. In the dK/dV kernel the start of a score also holds the
-// log-sum-exp of its query, and the start of dP holds delta = rowsum(dO O), both in the units of the codes.
+// read as a float is kMagic + (the sum), without a conversion. The start of a score also holds the largest score of its
+// query, and the start of dP holds delta = rowsum(dO O), both in the units of the codes.
 //
-// P and dS have a scale for each row that is not summed over: a power of two that begins too large and shrinks when a
-// code reaches 32 (RowScale). E4M3 has a floating point, so that a row needs no new scale for later, smaller values.
+// Codes of P are those of exp(score - the query's largest score), at most 2^kWeightBits. Codes of dS are these times
+// (dP - delta) * slope, below 448 because the slope includes a bound of |dP - delta|. What is left of the scale of a
+// query is in the codes of Q^T and dO^T, and in the factor of its row of dQ. So no code needs a limit or a new scale in
+// the loop. Weights below 2^-16 of the largest of their query are 0, as in a forward pass with P in E4M3.
 //
 // Members of Cfg:
 //   int kHeadDim    64, 128 or 256
 //   int kConsumers  consumer warpgroups: of 64 keys each for dK and dV, of 64 queries each for dQ
-//   int kBlockN     keys of a tile of the dQ kernel: 64 or 128
-//   bool kWantsKeys, kWantsValues  of the dK/dV kernel: whether it computes dK, and dV. One thread has no registers for
-//                   both sums at head dim 256, so there are two kernels
+//   bool kWantsKeys, kWantsValues  of the dK/dV kernel: whether it computes dK (and dS), and dV. One thread has no
+//                   registers for both sums at head dim 256, so there are two kernels
+//   bool kTurns     of the dK/dV kernel: its two warpgroups issue S in turn
 //   int kStages     stages of the loaded tiles
 //   int kConsumerRegisters, kProducerRegisters  per thread, after setmaxnreg
 //   int kSmemBytes  sizeof(Storage), to check the plan in Python
@@ -27,8 +31,10 @@
 
 #include "attention/epilogue.cuh"
 #include "attention/sm90/traits.cuh"
+#include "common/named_barriers.cuh"
 #include "ptx/bulk.cuh"
 #include "ptx/load.cuh"
+#include "ptx/mma.cuh"
 #include "ptx/tma.cuh"
 #include "ptx/wgmma.cuh"
 #include "ptx/wgmma_s8.cuh"
@@ -36,17 +42,18 @@
 namespace greenfast {
 
 constexpr int kBackwardRows = 64;  // of a warpgroup, and queries of a QueryTable
+constexpr int kStoredKeys = 128;   // of a tile of the dQ kernel
+constexpr int kWeightBits = 7;     // log2 of the largest code of P
+constexpr int kNoUnit = -10000;    // the unit of codes that are all 0
 
 // Of 64 queries: the starts of the accumulators of S^T and dP^T, and what the queries share.
 struct QueryTable {
-  // In the order in which a thread of a quad loads them, see word_of. Of S: kMagicBits - (lse log2(e) - log2(scale of
-  // dO's row) + grad_exponent) / score_factor; of dP: kMagicBits - delta / (scale of dO's row * scale of V). So P
-  // contains the scale of dO's row, relative to the tile's.
+  // In the order in which a thread of a quad loads them, see word_of. Of S: kMagicBits - (the query's largest score, in
+  // log2) / score_factor; of dP: kMagicBits - delta / (scale of dO's row * scale of V).
   int score[kBackwardRows];
   int weight[kBackwardRows];
-  float score_factor;   // scale of Q's int8 codes * scale of K * scale of the scores * log2(e)
-  float q_scale;        // of the codes of Q^T, times 1/4
-  float grad_exponent;  // an integer: 2^grad_exponent exceeds all scales of dO's rows
+  float score_factor;        // scale of Q's int8 codes * scale of K * scale of the scores * log2(e)
+  int key_unit, value_unit;  // log2 of the units of dK and of dV from codes of Q^T and dO^T, or kNoUnit
   int padding;
 
   // The place of a query. Of each 16 queries, lane l of a quad has the accumulators of 2 l, 2 l + 1, 8 + 2 l, 9 + 2 l.
@@ -57,9 +64,15 @@ struct QueryTable {
 
 struct BackwardParams {
   const QueryTable* tables;  // (heads, query tiles)
-  const float* factors;  // (heads / group, 3): of the accumulators of dQ, dK and dV, without the scales in the tables
+  const float* factors;      // (heads / group, 3): the slope of dS, and of the accumulators of dK and dV without units
+  const float* row_factors;  // (heads, q_len): of the accumulators of dQ
   __nv_bfloat16 *dq, *dk, *dv;
   int group, q_len, kv_len;  // group: heads of Q that share a head of K and V
+  int first_head;            // of K and V, of this launch
+  // Codes of dS: (heads of the launch, query tiles, stored_tiles) of a tile of kBackwardRows queries and keys each, as it is
+  // in shared memory. See stored_key.
+  unsigned char* ds;
+  int stored_tiles;
   // With kRange.
   int first_shift, last_shift;
   // With kLengths: heads of K of a sequence, and the lengths of sequences, (batch).
@@ -92,6 +105,11 @@ struct BackwardMask {
     return Cfg::kCausal ? min(kv_len, query + 1) : kv_len;
   }
 
+  // The first key of the stored tiles of dS of kBackwardRows queries from `query` on.
+  __device__ __forceinline__ int stored_key(int query) const {
+    return Cfg::kRange ? first_key(query) / kStoredKeys * kStoredKeys : 0;
+  }
+
   // The queries first_query(key) .. stop_query(key) - 1 of a key below kv_len.
   __device__ __forceinline__ int first_query(int key) const {
     if constexpr (Cfg::kRange) return max(0, key - last_shift);
@@ -102,6 +120,16 @@ struct BackwardMask {
   }
 };
 
+// The address of the codes of dS of a tile of queries and the keys from `key` on.
+template <class Cfg>
+__device__ __forceinline__ unsigned char* stored_address(const BackwardParams& p, const BackwardMask<Cfg>& mask,
+                                                         int head, int query_tile, int key) {
+  const int query_tiles = (p.q_len + kBackwardRows - 1) / kBackwardRows;
+  const int key_tile = (key - mask.stored_key(query_tile * kBackwardRows)) / kBackwardRows;
+  const long long row_of_tiles = static_cast<long long>(head) * query_tiles + query_tile;
+  return p.ds + (row_of_tiles * p.stored_tiles + key_tile) * (kBackwardRows * kBackwardRows);
+}
+
 // With kRange: sets the values of a thread's two rows outside of their columns first .. stop - 1 to -inf.
 template <int kCount>
 __device__ __forceinline__ void mask_columns(float (&x)[kCount], const int (&first)[2], const int (&stop)[2]) {
@@ -110,51 +138,6 @@ __device__ __forceinline__ void mask_columns(float (&x)[kCount], const int (&fir
     const int column = i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2, r = i / 2 % 2;
     if (column < first[r] || column >= stop[r]) x[i] = -CUDART_INF_F;
   }
-}
-
-// The power-of-two scale of a thread's two rows of P or dS, for E4M3 codes. It shrinks so that the largest magnitude is
-// below 2 when one reaches 32. So later tiles rarely exceed the limit again: rows of 16,384 standard normal scores have
-// maxima about 5 times as large as those of their first 64.
-struct RowScale {
-  // Returns whether some code of a warp has a magnitude of at least 32: those with two bits of the exponent set.
-  template <int kSteps>
-  __device__ __forceinline__ static bool exceeds(const unsigned (&codes)[kSteps][4]) {
-    unsigned any = 0;
-#pragma unroll
-    for (int i = 0; i < 4 * kSteps; ++i) any |= codes[i / 4][i % 4] & codes[i / 4][i % 4] << 1;
-    return __any_sync(0xffffffffu, (any & 0x40404040u) != 0);
-  }
-
-  // Returns for each row the power of two that brings its largest magnitude below 2, at most 1.
-  template <int kCount>
-  __device__ __forceinline__ static void find_shrink(const float (&x)[kCount], float (&shrink)[2]) {
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      float row_max = 0.0f;
-#pragma unroll
-      for (int i = 2 * r; i < kCount; i += 4) row_max = fmaxf(row_max, fmaxf(fabsf(x[i]), fabsf(x[i + 1])));
-      row_max = fmaxf(row_max, __shfl_xor_sync(0xffffffffu, row_max, 1));
-      row_max = fmaxf(row_max, __shfl_xor_sync(0xffffffffu, row_max, 2));
-      const int exponent = max(0, static_cast<int>(__float_as_uint(row_max) >> 23) - 127);
-      shrink[r] = __uint_as_float((127u - min(exponent, 126)) << 23);
-    }
-  }
-
-  template <int kCount>
-  __device__ __forceinline__ static void multiply(float (&x)[kCount], const float (&factor)[2]) {
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) x[i] *= factor[i / 2 % 2];
-  }
-};
-
-// The float 2^exponent of a power of two as an integer exponent.
-__device__ __forceinline__ int exponent_of(float power) { return static_cast<int>(__float_as_uint(power) >> 23) - 127; }
-
-// Starts all accumulators of an int8 product at kMagic.
-template <int kCount>
-__device__ __forceinline__ void start_at_magic(int (&acc)[kCount], const int (&magic)[4]) {
-#pragma unroll
-  for (int i = 0; i < kCount; i += 4) ptx::load_shared_again(reinterpret_cast<int (&)[4]>(acc[i]), magic);
 }
 
 // Starts the accumulators of S^T or dP^T by the queries of their columns. Both rows of a thread have the same start.
@@ -223,6 +206,41 @@ __device__ __forceinline__ void pack_codes(const float (&x)[kCount], unsigned (&
   }
 }
 
+// Rounds values in the order of an accumulator to words of a thread's two rows and two columns: the bytes of a column,
+// then those of the next one.
+__device__ __forceinline__ void pack_pairs(const float (&x)[kBackwardRows / 2], unsigned (&pairs)[8]) {
+#pragma unroll
+  for (int j = 0; j < 8; ++j) {
+    const float four[4] = {x[4 * j], x[4 * j + 2], x[4 * j + 1], x[4 * j + 3]};
+    pairs[j] = ptx::pack_e4m3(four);
+  }
+}
+
+// Returns the A operands of pack_codes from the words of pack_pairs.
+__device__ __forceinline__ void split_pairs(const unsigned (&pairs)[8], unsigned (&codes)[2][4]) {
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    const int first = i / 4 * 4 + i % 4 / 2 * 2;
+    codes[i / 4][i % 4] = __byte_perm(pairs[first], pairs[first + 1], i % 2 == 0 ? 0x6420 : 0x7531);
+  }
+}
+
+// Changes the unit of a sum to that of the next codes. Codes whose unit is 2^60 times smaller become 0 instead: the sum
+// could overflow.
+template <int kCount, int kSteps>
+__device__ __forceinline__ void change_unit(float (&acc)[kCount], int& unit, int next, unsigned (&codes)[kSteps][4]) {
+  if (next == unit || next == kNoUnit) return;
+  if (unit - next > 60) {
+#pragma unroll
+    for (int i = 0; i < 4 * kSteps; ++i) codes[i / 4][i % 4] = 0;
+    return;
+  }
+  const float factor = ptx::ex2(static_cast<float>(unit - next));
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) acc[i] *= factor;
+  unit = next;
+}
+
 // Writes acc * factor to the rows below stop_row of a (rows, kHeadDim) tensor.
 template <int kHeadDim>
 __device__ __forceinline__ void store_gradient(const float (&acc)[kHeadDim / 2], const float (&factor)[2],
@@ -262,8 +280,16 @@ __device__ __forceinline__ void arrive_for_warp(ptx::Mbarrier& barrier) {
   if (threadIdx.x % 32 == 0) barrier.arrive();
 }
 
+// The codes of dS of a warpgroup's tile and of the tile before, (query, key).
+template <bool kWantsKeys, int kConsumers>
+struct StoredSlopes {};
+template <int kConsumers>
+struct StoredSlopes<true, kConsumers> {
+  alignas(1024) unsigned char ds[kConsumers][2][kBackwardRows * kBackwardRows];
+};
+
 template <class Cfg>
-struct KeyGradientStorage {
+struct KeyGradientStorage : StoredSlopes<Cfg::kWantsKeys, Cfg::kConsumers> {
   using Tile = unsigned char[kBackwardRows * Cfg::kHeadDim];
   // The tiles of keys, K and for dK also V, and those of a stage: Q, for dK also dO and Q^T, for dV also dO^T.
   static constexpr int kKeyTiles = Cfg::kWantsKeys ? 2 : 1;
@@ -283,30 +309,21 @@ struct KeyGradients {
   using Storage = KeyGradientStorage<Cfg>;
   static constexpr int kScores = kBackwardRows / 2, kSteps = kBackwardRows / 32;
   static constexpr bool kWantsKeys = Cfg::kWantsKeys, kWantsValues = Cfg::kWantsValues;
-  // The first scales, of P and of dS, relative to those of the first tile. P <= 1 and |dP - delta| < 2^23, so no
-  // product overflows.
-  static constexpr int kWeightExponent = 100, kSlopeExponent = 40;
   // Whether accumulators of dP start at delta. Up to head dim 128 |dP - delta| < 2^22, the range around kMagic; at 256
   // only |dP| is.
   static constexpr bool kStartsAtDelta = Cfg::kHeadDim <= 128;
 
   float dk[kWantsKeys ? Cfg::kHeadDim / 2 : 1], dv[kWantsValues ? Cfg::kHeadDim / 2 : 1];
-  int weight_exponent[2];  // log2 of the scales of P's rows
-  float slope[2];          // scales of dS's rows / those of P's
+  int key_unit = kNoUnit, value_unit = kNoUnit;  // of dk and dv
 
-  // Adds the tiles first_tile .. stop_tile - 1 of `group` heads of Q.
-  __device__ __forceinline__ void run(Storage& shared, const BackwardMask<Cfg>& mask, int warpgroup, int first_key,
-                                      int first_tile, int stop_tile, int group) {
+  // Adds the tiles first_tile .. stop_tile - 1 of p.group heads of Q from `head` on, a head of this launch's dS.
+  __device__ __forceinline__ void run(Storage& shared, const BackwardParams& params, const BackwardMask<Cfg>& mask,
+                                      int warpgroup, int first_key, int first_tile, int stop_tile, int head) {
 #pragma unroll
     for (float& x : dk) x = 0.0f;
 #pragma unroll
     for (float& x : dv) x = 0.0f;
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      weight_exponent[r] = kWeightExponent;
-      slope[r] = 0.0f;
-    }
-    int tile = first_tile, tiles_left = group * (stop_tile - first_tile);
+    int tile = first_tile, tiles_left = params.group * (stop_tile - first_tile);
     if (tiles_left <= 0) return;
     Ring<Cfg::kStages> ring;
     const ptx::Operand<kPanel<Cfg::kHeadDim>> k(shared.keys[0][warpgroup]);
@@ -315,35 +332,33 @@ struct KeyGradients {
     const ptx::Operand<kPanel<Cfg::kHeadDim>> q(tiles[Storage::kQ]), grad(tiles[Storage::kGrad]);
     const ptx::Operand<64> q_t(tiles[kWantsKeys ? Storage::kQColumns : 0]);
     const ptx::Operand<64> grad_t(tiles[kWantsValues ? Storage::kGradColumns : 0]);
-    const int lane_pair = threadIdx.x % 4;
+    const int row = threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;  // and row + 8, of the warpgroup's keys
     const Queries full = find_full_queries(mask, first_key);
+    const float slope = params.factors[3 * (params.first_head + head / params.group)];
+    const int padding = Cfg::kRange ? kBackwardRows : mask.kv_len - first_key - row;  // rows from here on are no keys
     shared.kv_full.wait(0);
-    shared.full[ring.stage].wait(ring.parity);
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const QueryTable& table = shared.tables[ring.stage];
-      weight_exponent[r] -= static_cast<int>(table.grad_exponent);
-      slope[r] = __fdividef(__uint_as_float((127u + kSlopeExponent - kWeightExponent) << 23), table.q_scale);
-    }
+    shared.full[0].wait(0);
     int s[kScores], dp[kScores], last_stage = -1;
-    load_starts(s, shared.tables[ring.stage].score);
+    load_starts(s, shared.tables[0].score);
+    load_differences(dp, shared.tables[0]);
+    if (Cfg::kTurns && warpgroup == 1) end_turn(warpgroup);
+    begin_turn(warpgroup);
+    pin_all(s, dp);
+    start_int8_product<Cfg::kHeadDim>(s, k, q, 0);
+    ptx::wgmma_commit();  // in the place of dK
+    if constexpr (kWantsKeys) start_int8_product<Cfg::kHeadDim>(dp, v, grad, 0);
     do {  // with `for`, ptxas serializes the products
       const int stage = ring.stage;
       const unsigned offset = stage * sizeof(typename Storage::Stage);
       const QueryTable& table = shared.tables[stage];
-      start_int8_product<Cfg::kHeadDim>(s, k, q, offset);
       const float score_factor = table.score_factor;
-      ptx::wgmma_wait<0>();  // S, and all products of the tile before
+      ptx::wgmma_wait<kWantsKeys ? 2 : 0>();  // S
       ptx::pin(s);
-      ptx::pin(dv);
-      ptx::pin(dk);
-      if (last_stage >= 0) arrive_for_warp(shared.empty[last_stage]);
-      last_stage = stage;
 
       float (&p)[kScores] = reinterpret_cast<float (&)[kScores]>(s);
       if (Cfg::kCausal && tile * kBackwardRows < first_key + kBackwardRows - 1) {
         // Columns of this thread are queries 8 j + 2 (lane % 4) and the next one of the tile.
-        const int key = first_key + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4 - tile * kBackwardRows;
+        const int key = first_key + row - tile * kBackwardRows, lane_pair = threadIdx.x % 4;
 #pragma unroll
         for (int i = 0; i < kScores; ++i) {
           const int query = i / 4 * 8 + 2 * lane_pair + i % 2;
@@ -351,72 +366,57 @@ struct KeyGradients {
         }
       }
       if (Cfg::kRange && (tile * kBackwardRows < full.first || (tile + 1) * kBackwardRows > full.stop)) {
-        const int row = first_key + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
         int first[2], stop[2];
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-          const int key = row + 8 * r;
+          const int key = first_key + row + 8 * r;
           first[r] = mask.first_query(key) - tile * kBackwardRows;
           stop[r] = key < mask.kv_len ? mask.stop_query(key) - tile * kBackwardRows : 0;
         }
         mask_columns(p, first, stop);
       }
-      if constexpr (kWantsKeys) {
-        if constexpr (kStartsAtDelta) {
-          load_starts(dp, table.weight);
-        } else {
-#pragma unroll
-          for (int& x : dp) x = kMagicBits;
-        }
-        start_int8_product<Cfg::kHeadDim>(dp, v, grad, offset);
-      }
       float bias[2];
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        bias[r] = fmaf(-kMagic, score_factor, static_cast<float>(weight_exponent[r]) + table.grad_exponent);
+        bias[r] = 8 * r < padding ? fmaf(-kMagic, score_factor, static_cast<float>(kWeightBits)) : -CUDART_INF_F;
       }
 #pragma unroll
       for (int i = 0; i < kScores; ++i) p[i] = ptx::ex2(fmaf(p[i], score_factor, bias[i / 2 % 2]));
+      end_turn(warpgroup);
       if constexpr (kWantsValues) {
         unsigned p_codes[kSteps][4];
         pack_codes(p, p_codes);
-        if (RowScale::exceeds(p_codes)) {
-          float shrink[2];
-          RowScale::find_shrink(p, shrink);
-          RowScale::multiply(p, shrink);
-          RowScale::multiply(dv, shrink);
-#pragma unroll
-          for (int r = 0; r < 2; ++r) {
-            weight_exponent[r] += exponent_of(shrink[r]);
-            slope[r] = __fdividef(slope[r], shrink[r]);
-          }
-          pack_codes(p, p_codes);
-        }
+        change_unit(dv, value_unit, table.value_unit, p_codes);
         start_e4m3_product(dv, p_codes, grad_t, offset);
       }
       unsigned ds_codes[kSteps][4];
       if constexpr (kWantsKeys) {
-        ptx::wgmma_wait<kWantsValues ? 1 : 0>();  // dP
+        ptx::wgmma_wait<kWantsValues ? 1 : 0>();  // dP, and dK of the tile before
         ptx::pin(dp);
+        ptx::pin(dk);
+        const bool is_first = last_stage < 0;
+        if (!is_first) arrive_for_warp(shared.empty[last_stage]);
+        last_stage = stage;
         float (&dp_raw)[kScores] = reinterpret_cast<float (&)[kScores]>(dp);
         if constexpr (!kStartsAtDelta) subtract_delta(dp_raw, table.weight);
         float ds[kScores];
-        const float tile_slope[2] = {slope[0] * table.q_scale, slope[1] * table.q_scale};
 #pragma unroll
         for (int i = 0; i < kScores; ++i) {
-          const float a = tile_slope[i / 2 % 2];
-          ds[i] = p[i] * (kStartsAtDelta ? fmaf(dp_raw[i], a, -kMagic * a) : dp_raw[i] * a);
+          ds[i] = p[i] * (kStartsAtDelta ? fmaf(dp_raw[i], slope, -kMagic * slope) : dp_raw[i] * slope);
         }
-        pack_codes(ds, ds_codes);
-        if (RowScale::exceeds(ds_codes)) {
-          float shrink[2];
-          RowScale::find_shrink(ds, shrink);
-          RowScale::multiply(ds, shrink);
-          RowScale::multiply(dk, shrink);
-#pragma unroll
-          for (int r = 0; r < 2; ++r) slope[r] *= shrink[r];
-          pack_codes(ds, ds_codes);
+        unsigned pairs[8];
+        pack_pairs(ds, pairs);
+        // After the barrier the buffer of the tile before is complete, and this one was read.
+        if (threadIdx.x % 128 == 0) ptx::bulk_wait_read();
+        ptx::barrier_sync(Sm90Barrier::kWarpgroup + warpgroup, 128);
+        if (threadIdx.x % 128 == 0 && !is_first) {
+          const bool same_head = tile > first_tile;
+          store_codes(shared.ds[warpgroup][~tiles_left & 1], params, mask, first_key,
+                      same_head ? tile - 1 : stop_tile - 1, same_head ? head : head - 1);
         }
+        write_codes(shared.ds[warpgroup][tiles_left & 1], pairs);
+        split_pairs(pairs, ds_codes);
+        change_unit(dk, key_unit, table.key_unit, ds_codes);
       }
       // The starts of the next tile, while no product is in flight: ptxas would insert a wait before them. By now dV
       // is usually complete.
@@ -424,17 +424,87 @@ struct KeyGradients {
       if constexpr (kWantsValues) {
         ptx::wgmma_wait<0>();
         ptx::pin(dv);
+        if constexpr (!kWantsKeys) arrive_for_warp(shared.empty[stage]);
       }
-      if (++tile == stop_tile) tile = first_tile;
-      if (--tiles_left > 0) {
-        shared.full[ring.stage].wait(ring.parity);
-        load_starts(s, shared.tables[ring.stage].score);
+      if (++tile == stop_tile) {
+        tile = first_tile;
+        ++head;
       }
-      if constexpr (kWantsKeys) start_e4m3_product(dk, ds_codes, q_t, offset);
-    } while (tiles_left > 0);
+      if (--tiles_left == 0) {
+        if constexpr (kWantsKeys) {
+          ptx::pin(dk);
+          start_e4m3_product(dk, ds_codes, q_t, offset);
+        }
+        break;
+      }
+      shared.full[ring.stage].wait(ring.parity);
+      const QueryTable& next_table = shared.tables[ring.stage];
+      const unsigned next_offset = ring.stage * sizeof(typename Storage::Stage);
+      load_starts(s, next_table.score);
+      load_differences(dp, next_table);
+      begin_turn(warpgroup);
+      pin_all(s, dp);
+      start_int8_product<Cfg::kHeadDim>(s, k, q, next_offset);
+      if constexpr (kWantsKeys) {
+        start_e4m3_product(dk, ds_codes, q_t, offset);
+        start_int8_product<Cfg::kHeadDim>(dp, v, grad, next_offset);
+      }
+    } while (true);
     ptx::wgmma_wait<0>();
     ptx::pin(dk);
     ptx::pin(dv);
+    if constexpr (kWantsKeys) {
+      ptx::barrier_sync(Sm90Barrier::kWarpgroup + warpgroup, 128);
+      if (threadIdx.x % 128 == 0) {
+        store_codes(shared.ds[warpgroup][1], params, mask, first_key, stop_tile - 1, head - 1);
+        ptx::bulk_wait();
+      }
+    }
+  }
+
+  // With kTurns a warpgroup issues S after the exponentials of the other one, whose products then run during its own.
+  __device__ __forceinline__ static void begin_turn(int warpgroup) {
+    if constexpr (Cfg::kTurns) ptx::barrier_sync(Sm90Barrier::kPingPong + warpgroup, 256);
+  }
+  __device__ __forceinline__ static void end_turn(int warpgroup) {
+    if constexpr (Cfg::kTurns) ptx::barrier_arrive(Sm90Barrier::kPingPong + (warpgroup ^ 1), 256);
+  }
+
+  // Keeps the moves that start accumulators before the next wgmma: ptxas serializes products for one between them.
+  __device__ __forceinline__ void pin_all(int (&s)[kScores], int (&dp)[kScores]) {
+    ptx::pin(s);
+    if constexpr (kWantsKeys) ptx::pin(dp);
+    ptx::pin(dk);
+    ptx::pin(dv);
+  }
+
+  __device__ __forceinline__ static void load_differences(int (&dp)[kScores], const QueryTable& table) {
+    if constexpr (!kWantsKeys) return;
+    if constexpr (kStartsAtDelta) {
+      load_starts(dp, table.weight);
+    } else {
+#pragma unroll
+      for (int& x : dp) x = kMagicBits;
+    }
+  }
+
+  // Writes the words of pack_pairs to a tile of dS, rows of queries in the swizzle of 64 bytes. Of each 16 keys, the
+  // bytes are those of keys 0, 8, 1, 9 and so on.
+  __device__ __forceinline__ static void write_codes(unsigned char* tile, const unsigned (&pairs)[8]) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int query = 32 * h + threadIdx.x % 32, chunk = threadIdx.x / 32 % 4 ^ query / 2 % 4;
+      const unsigned four[4] = {pairs[4 * h], pairs[4 * h + 1], pairs[4 * h + 2], pairs[4 * h + 3]};
+      ptx::stmatrix_x4_trans(tile + query * kBackwardRows + chunk * 16, four);
+    }
+    ptx::fence_proxy_async();
+  }
+
+  __device__ __forceinline__ static void store_codes(const unsigned char* tile, const BackwardParams& p,
+                                                     const BackwardMask<Cfg>& mask, int first_key, int query_tile,
+                                                     int head) {
+    ptx::bulk_store(stored_address(p, mask, head, query_tile, first_key), tile, kBackwardRows * kBackwardRows);
+    ptx::bulk_commit();
   }
 
   // With kRange: the queries that attend to all of the warpgroup's keys.
@@ -469,17 +539,12 @@ struct KeyGradients {
     const long long first = static_cast<long long>(head) * p.kv_len * Cfg::kHeadDim;
     float factor[2];
     if constexpr (kWantsValues) {
-#pragma unroll
-      for (int r = 0; r < 2; ++r) factor[r] = dv_factor * ptx::ex2(static_cast<float>(-weight_exponent[r]));
+      factor[0] = factor[1] = dv_factor * ptx::ex2(static_cast<float>(value_unit));
       if constexpr (Cfg::kLengths) clear_rows(dv, factor, padding);
       store_gradient<Cfg::kHeadDim>(dv, factor, p.dv + first, first_key, p.kv_len);
     }
     if constexpr (kWantsKeys) {
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        // Without a query the sum is 0 and there is no slope.
-        factor[r] = slope[r] == 0.0f ? 0.0f : dk_factor / slope[r] * ptx::ex2(static_cast<float>(-weight_exponent[r]));
-      }
+      factor[0] = factor[1] = dk_factor * ptx::ex2(static_cast<float>(key_unit));
       if constexpr (Cfg::kLengths) clear_rows(dk, factor, padding);
       store_gradient<Cfg::kHeadDim>(dk, factor, p.dk + first, first_key, p.kv_len);
     }
@@ -487,8 +552,8 @@ struct KeyGradients {
 };
 
 // The body of the dK/dV kernel. Grid: (key blocks of 64 kConsumers keys) x heads of K, keys first. Block: 128 threads per
-// consumer warpgroup and 128 for the producer. Maps: int8 codes (heads, length, kHeadDim) of K, V, Q and dO, and E4M3 codes
-// (heads, kHeadDim, length) of Q^T and dO^T, with permuted queries (kernel.cuh).
+// consumer warpgroup and 128 for the producer. Maps: int8 codes (heads, length, kHeadDim) of K, V, Q and dO, and E4M3
+// codes (heads, kHeadDim, length) of Q^T and dO^T, with permuted queries (kernel.cuh).
 template <class Cfg>
 __device__ __forceinline__ void backward_keys(const BackwardParams& p, const ptx::TensorMap& k_map,
                                               const ptx::TensorMap& v_map, const ptx::TensorMap& q_map,
@@ -501,7 +566,7 @@ __device__ __forceinline__ void backward_keys(const BackwardParams& p, const ptx
   constexpr int kBlockKeys = kBackwardRows * Cfg::kConsumers;
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);  // makes it uniform for the compiler
   const int key_blocks = (p.kv_len + kBlockKeys - 1) / kBlockKeys;
-  const int kv_head = blockIdx.x / key_blocks, block_key = blockIdx.x % key_blocks * kBlockKeys;
+  const int kv_head = p.first_head + blockIdx.x / key_blocks, block_key = blockIdx.x % key_blocks * kBlockKeys;
   const int tiles = (p.q_len + kBackwardRows - 1) / kBackwardRows;
   const BackwardMask<Cfg> mask(p, kv_head);
   const int first_tile = Cfg::kCausal || Cfg::kRange ? min(tiles, mask.first_query(block_key) / kBackwardRows) : 0;
@@ -554,150 +619,52 @@ __device__ __forceinline__ void backward_keys(const BackwardParams& p, const ptx
     ptx::warpgroup_reg_alloc<Cfg::kConsumerRegisters>();
     const int first_key = block_key + warpgroup * kBackwardRows;
     KeyGradients<Cfg> gradients;
-    gradients.run(shared, mask, warpgroup, first_key, first_tile, stop_tile, p.group);
+    gradients.run(shared, p, mask, warpgroup, first_key, first_tile, stop_tile, (kv_head - p.first_head) * p.group);
     gradients.store(p, mask, kv_head, first_key);
   }
 }
 
 template <class Cfg>
 struct QueryGradientStorage {
-  alignas(1024) unsigned char q[Cfg::kConsumers][kBackwardRows * Cfg::kHeadDim];
-  alignas(1024) unsigned char grad[Cfg::kConsumers][kBackwardRows * Cfg::kHeadDim];
   struct alignas(1024) Stage {
-    unsigned char k[Cfg::kBlockN * Cfg::kHeadDim], v[Cfg::kBlockN * Cfg::kHeadDim], k_t[Cfg::kHeadDim * Cfg::kBlockN];
+    unsigned char ds[Cfg::kConsumers][kBackwardRows * kStoredKeys];  // two tiles of keys, one after the other
+    unsigned char k_t[Cfg::kHeadDim * kStoredKeys];
   } stages[Cfg::kStages];
-  ptx::Mbarrier q_full, full[Cfg::kStages], empty[Cfg::kStages];
-  alignas(16) int magic[4];  // kMagicBits, four times
+  ptx::Mbarrier full[Cfg::kStages], empty[Cfg::kStages];
 };
 
-// dQ of 64 queries of a consumer warpgroup.
+// The tiles first .. stop - 1 of kStoredKeys keys with stored dS of `queries` queries; first >= stop if there are none.
+struct StoredTiles {
+  int first, stop;
+
+  template <class Cfg>
+  __device__ __forceinline__ StoredTiles(const BackwardMask<Cfg>& mask, int first_query, int queries) {
+    const int last_query = min(mask.q_len, first_query + queries) - 1;
+    first = mask.first_key(first_query) / kStoredKeys;
+    const bool any = first_query < mask.q_len && mask.first_key(first_query) < mask.kv_len;
+    stop = any ? (mask.stop_key(last_query) + kStoredKeys - 1) / kStoredKeys : 0;
+  }
+  __device__ __forceinline__ bool contains(int tile) const { return tile >= first && tile < stop; }
+};
+
+// Adds a tile of dS K to dq, which is complete after the next wait for all products.
 template <class Cfg>
-struct QueryGradients {
-  using Storage = QueryGradientStorage<Cfg>;
-  static constexpr int kBlockN = Cfg::kBlockN, kScores = kBlockN / 2, kSteps = kBlockN / 32;
-  static constexpr int kFirstExponent = 60;  // P <= 1 and |dP - delta| < 2^23, so no product overflows
-
-  float dq[Cfg::kHeadDim / 2];
-  int exponent[2];  // log2 of the scales of dS's rows, relative to the table's grad_exponent
-  float grad_exponent;
-
-  // Adds the tiles of keys first_tile .. stop_tile - 1.
-  __device__ __forceinline__ void run(const BackwardParams& params, const BackwardMask<Cfg>& mask, Storage& shared,
-                                      int warpgroup, int head, int first_query, int first_tile, int stop_tile,
-                                      Ring<Cfg::kStages>& ring) {
+__device__ __forceinline__ void add_product(float (&dq)[Cfg::kHeadDim / 2], ptx::Operand<kBackwardRows> ds,
+                                            ptx::Operand<kStoredKeys> k_t, unsigned offset) {
+  ptx::wgmma_fence();
 #pragma unroll
-    for (int i = 0; i < Cfg::kHeadDim / 2; ++i) dq[i] = 0.0f;
-    const int row = threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
-    const int query_tiles = (params.q_len + kBackwardRows - 1) / kBackwardRows;
-    const QueryTable& table = params.tables[head * query_tiles + min(first_query / kBackwardRows, query_tiles - 1)];
-    const float score_factor = table.score_factor;
-    grad_exponent = table.grad_exponent;
-    float score_shift[2], weight_shift[2];  // that replace 2 kMagic by the row's start: see QueryTable
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const int word = QueryTable::word_of(row + 8 * r);
-      score_shift[r] = (__int_as_float(table.score[word]) - 2.0f * kMagic) * score_factor;
-      weight_shift[r] = __int_as_float(table.weight[word]) - 2.0f * kMagic;
-      exponent[r] = kFirstExponent;
-    }
-    const ptx::Operand<kPanel<Cfg::kHeadDim>> q(shared.q[warpgroup]), grad(shared.grad[warpgroup]);
-    const ptx::Operand<kPanel<Cfg::kHeadDim>> k(shared.stages[0].k), v(shared.stages[0].v);
-    const ptx::Operand<kBlockN> k_t(shared.stages[0].k_t);
-    shared.q_full.wait(0);
-    int last_stage = -1;
-    int tile = first_tile;
-    if (tile == stop_tile) return;
-    do {  // with `for`, ptxas serializes the products
-      const int stage = ring.stage;
-      const unsigned offset = stage * sizeof(typename Storage::Stage);
-      shared.full[stage].wait(ring.parity);
-      int s[kScores], dp[kScores];
-      start_at_magic(s, shared.magic);
-      start_int8_product<Cfg::kHeadDim>(s, q, k, offset);
-      ptx::wgmma_wait<0>();  // S, and the dQ product of the tile before
-      ptx::pin(s);
-      ptx::pin(dq);
-      if (last_stage >= 0) arrive_for_warp(shared.empty[last_stage]);
-      last_stage = stage;
-
-      float (&p)[kScores] = reinterpret_cast<float (&)[kScores]>(s);
-      if constexpr (Cfg::kRange) {
-        if ((tile + 1) * kBlockN > mask.stop_key(first_query) ||
-            tile * kBlockN < mask.first_key(first_query + kBackwardRows - 1)) {
-          int first[2], stop[2];
-#pragma unroll
-          for (int r = 0; r < 2; ++r) {
-            first[r] = mask.first_key(first_query + row + 8 * r) - tile * kBlockN;
-            stop[r] = mask.stop_key(first_query + row + 8 * r) - tile * kBlockN;
-          }
-          mask_columns(p, first, stop);
-        }
-      } else if ((tile + 1) * kBlockN > mask.stop_key(first_query)) {
-        const int quad = threadIdx.x % 4;
-#pragma unroll
-        for (int i = 0; i < kScores; ++i) {
-          const int key = tile * kBlockN + i / 4 * 8 + 2 * quad + i % 2;
-          const int last =
-              Cfg::kCausal ? min(params.kv_len - 1, first_query + row + 8 * (i / 2 % 2)) : params.kv_len - 1;
-          if (key > last) p[i] = -CUDART_INF_F;
-        }
-      }
-      start_at_magic(dp, shared.magic);
-      start_int8_product<Cfg::kHeadDim>(dp, grad, v, offset);
-      float bias[2];
-#pragma unroll
-      for (int r = 0; r < 2; ++r) bias[r] = score_shift[r] + static_cast<float>(exponent[r]);
-#pragma unroll
-      for (int i = 0; i < kScores; ++i) p[i] = ptx::ex2(fmaf(p[i], score_factor, bias[i / 2 % 2]));
-      ptx::wgmma_wait<0>();  // dP
-      ptx::pin(dp);
-      const float (&dp_raw)[kScores] = reinterpret_cast<const float (&)[kScores]>(dp);
-#pragma unroll
-      for (int i = 0; i < kScores; ++i) p[i] *= dp_raw[i] + weight_shift[i / 2 % 2];
-      unsigned codes[kSteps][4];
-      pack_codes(p, codes);
-      if (RowScale::exceeds(codes)) {
-        float shrink[2];
-        RowScale::find_shrink(p, shrink);
-        RowScale::multiply(p, shrink);
-        RowScale::multiply(dq, shrink);
-#pragma unroll
-        for (int r = 0; r < 2; ++r) exponent[r] += exponent_of(shrink[r]);
-        pack_codes(p, codes);
-      }
-      start_e4m3_product(dq, codes, k_t, offset);
-      ring.advance();
-    } while (++tile < stop_tile);
-    ptx::wgmma_wait<0>();
-    ptx::pin(dq);
+  for (int i = 0; i < kStoredKeys; i += 32) {
+    const unsigned in_tiles = i / kBackwardRows * kBackwardRows * kBackwardRows + i % kBackwardRows;
+    ptx::wgmma_add(dq, ds.at(offset + in_tiles), k_t.at(offset + i));
   }
-
-  // Releases the tiles that only other warpgroups read: those from `tile` on, at which the ring is.
-  __device__ __forceinline__ static void skip(Storage& shared, int tile, int stop_tile, Ring<Cfg::kStages>& ring) {
-    for (; tile < stop_tile; ++tile, ring.advance()) {
-      shared.full[ring.stage].wait(ring.parity);
-      arrive_for_warp(shared.empty[ring.stage]);
-    }
-  }
-
-  __device__ __forceinline__ void store(const BackwardParams& p, int head, int first_query) {
-    float factor[2];
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      factor[r] = p.factors[3 * (head / p.group)] * ptx::ex2(grad_exponent - static_cast<float>(exponent[r]));
-    }
-    store_gradient<Cfg::kHeadDim>(dq, factor, p.dq + static_cast<long long>(head) * p.q_len * Cfg::kHeadDim,
-                                  first_query, p.q_len);
-  }
-};
+  ptx::wgmma_commit();
+}
 
 // The body of the dQ kernel. Grid: (query blocks of 64 kConsumers queries) x heads, queries first, the last ones first.
-// Block: as that of the dK/dV kernel. Maps: int8 codes (heads, length, kHeadDim) of Q, dO, K and V, and E4M3 codes
-// (heads, kHeadDim, length) of K^T, with permuted keys (kernel.cuh).
+// Block: as that of the dK/dV kernel. Map: E4M3 codes of K^T (heads, kHeadDim, length), whose keys are in the order of
+// KeyGradients::write_codes.
 template <class Cfg>
-__device__ __forceinline__ void backward_queries(const BackwardParams& p, const ptx::TensorMap& q_map,
-                                                 const ptx::TensorMap& grad_map, const ptx::TensorMap& k_map,
-                                                 const ptx::TensorMap& v_map, const ptx::TensorMap& k_t_map) {
+__device__ __forceinline__ void backward_queries(const BackwardParams& p, const ptx::TensorMap& k_t_map) {
   using Storage = QueryGradientStorage<Cfg>;
   static_assert(sizeof(Storage) == Cfg::kSmemBytes, "the plan of shared memory in Python differs");
   extern __shared__ __align__(1024) unsigned char smem[];
@@ -705,22 +672,12 @@ __device__ __forceinline__ void backward_queries(const BackwardParams& p, const 
   constexpr int kBlockQueries = kBackwardRows * Cfg::kConsumers;
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);  // makes it uniform for the compiler
   const int query_blocks = (p.q_len + kBlockQueries - 1) / kBlockQueries;
-  const int head = blockIdx.x / query_blocks, kv_head = head / p.group;
+  const int stored_head = blockIdx.x / query_blocks, head = p.first_head * p.group + stored_head;
+  const int kv_head = head / p.group;
   const int block_query = (query_blocks - 1 - blockIdx.x % query_blocks) * kBlockQueries;
   const BackwardMask<Cfg> mask(p, kv_head);
-  struct Tiles {
-    int first, stop;
-  };
-  const auto find_tiles = [&](int first_query, int queries) {  // of keys; first = stop if there are none
-    const int stop_query = min(p.q_len, first_query + queries);
-    const int stop = (mask.stop_key(stop_query - 1) + Cfg::kBlockN - 1) / Cfg::kBlockN;
-    const int first = Cfg::kRange ? mask.first_key(first_query) / Cfg::kBlockN : 0;
-    return Tiles{first, Cfg::kRange ? max(first, stop) : stop};
-  };
-  const Tiles loaded = find_tiles(block_query, kBlockQueries);
-  if (threadIdx.x < 4) shared.magic[threadIdx.x] = kMagicBits;
+  const StoredTiles loaded(mask, block_query, kBlockQueries);
   if (threadIdx.x == 0) {
-    shared.q_full.init(1);
     for (int s = 0; s < Cfg::kStages; ++s) {
       shared.full[s].init(1);
       shared.empty[s].init(4 * Cfg::kConsumers);
@@ -728,41 +685,69 @@ __device__ __forceinline__ void backward_queries(const BackwardParams& p, const 
     ptx::fence_mbarrier_init();
   }
   __syncthreads();
+  Ring<Cfg::kStages> ring;
   if (warpgroup == Cfg::kConsumers) {
     ptx::warpgroup_reg_dealloc<Cfg::kProducerRegisters>();
     if (threadIdx.x % 128 != 0) return;
-    shared.q_full.arrive_expect(2 * kBlockQueries * Cfg::kHeadDim);
-    for (int w = 0; w < Cfg::kConsumers; ++w) {
-      const int query = block_query + w * kBackwardRows;
-      load_rows<Cfg::kHeadDim, kBackwardRows>(shared.q[w], q_map, shared.q_full, query, head);
-      load_rows<Cfg::kHeadDim, kBackwardRows>(shared.grad[w], grad_map, shared.q_full, query, head);
-    }
-    Ring<Cfg::kStages> ring;
     for (int tile = loaded.first; tile < loaded.stop; ++tile, ring.advance()) {
-      const int s = ring.stage, key = tile * Cfg::kBlockN;
+      const int s = ring.stage, key = tile * kStoredKeys;
       ptx::Mbarrier& full = shared.full[s];
       shared.empty[s].wait(ring.parity ^ 1);
-      full.arrive_expect(3 * Cfg::kBlockN * Cfg::kHeadDim);
-      load_rows<Cfg::kHeadDim, Cfg::kBlockN>(shared.stages[s].k, k_map, full, key, kv_head);
-      load_rows<Cfg::kHeadDim, Cfg::kBlockN>(shared.stages[s].v, v_map, full, key, kv_head);
+      unsigned bytes = sizeof(shared.stages[s].k_t);
+      for (int w = 0; w < Cfg::kConsumers; ++w) {
+        const StoredTiles stored(mask, block_query + w * kBackwardRows, kBackwardRows);
+        if (stored.contains(tile)) bytes += sizeof(shared.stages[s].ds[w]);
+      }
+      full.arrive_expect(bytes);
+      for (int w = 0; w < Cfg::kConsumers; ++w) {
+        const int query = block_query + w * kBackwardRows;
+        if (!StoredTiles(mask, query, kBackwardRows).contains(tile)) continue;
+        ptx::bulk_load(shared.stages[s].ds[w], stored_address(p, mask, stored_head, query / kBackwardRows, key),
+                       sizeof(shared.stages[s].ds[w]), full);
+      }
       ptx::tma_load_3d(shared.stages[s].k_t, k_t_map, full, key, 0, kv_head);
     }
-  } else {
-    ptx::warpgroup_reg_alloc<Cfg::kConsumerRegisters>();
-    const int first_query = block_query + warpgroup * kBackwardRows;
-    Tiles own = {loaded.first, loaded.first};
-    if (first_query < p.q_len) own = find_tiles(first_query, kBackwardRows);
-    if (Cfg::kRange && own.first == own.stop) own = {loaded.first, loaded.first};
-    QueryGradients<Cfg> gradients;
-    Ring<Cfg::kStages> ring;
-    if constexpr (Cfg::kRange) gradients.skip(shared, loaded.first, own.first, ring);
-    gradients.run(p, mask, shared, warpgroup, head, first_query, own.first, own.stop, ring);
-    if (own.first < own.stop && own.stop < loaded.stop) {
-      arrive_for_warp(shared.empty[(ring.stage + Cfg::kStages - 1) % Cfg::kStages]);  // of the last tile
-    }
-    gradients.skip(shared, own.stop, loaded.stop, ring);
-    gradients.store(p, head, first_query);
+    return;
   }
+  ptx::warpgroup_reg_alloc<Cfg::kConsumerRegisters>();
+  const int first_query = block_query + warpgroup * kBackwardRows;
+  const StoredTiles own(mask, first_query, kBackwardRows);
+  const auto skip = [&](int tile, int stop) {  // releases tiles that only other warpgroups read
+    for (; tile < stop; ++tile, ring.advance()) {
+      shared.full[ring.stage].wait(ring.parity);
+      arrive_for_warp(shared.empty[ring.stage]);
+    }
+  };
+  const ptx::Operand<kBackwardRows> ds(shared.stages[0].ds[warpgroup]);
+  const ptx::Operand<kStoredKeys> k_t(shared.stages[0].k_t);
+  float dq[Cfg::kHeadDim / 2];
+#pragma unroll
+  for (float& x : dq) x = 0.0f;
+  const int first = min(max(own.first, loaded.first), loaded.stop), stop = min(own.stop, loaded.stop);
+  skip(loaded.first, first);
+  int tile = first, last_stage = -1;
+  if (tile < stop) {
+    do {  // with `for`, ptxas serializes the products
+      shared.full[ring.stage].wait(ring.parity);
+      add_product<Cfg>(dq, ds, k_t, ring.stage * sizeof(typename Storage::Stage));
+      ptx::wgmma_wait<1>();  // the tile before
+      if (last_stage >= 0) arrive_for_warp(shared.empty[last_stage]);
+      last_stage = ring.stage;
+      ring.advance();
+    } while (++tile < stop);
+    ptx::wgmma_wait<0>();
+    ptx::pin(dq);
+    arrive_for_warp(shared.empty[last_stage]);
+  }
+  skip(max(first, stop), loaded.stop);
+  float factor[2];
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int query = first_query + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4 + 8 * r;
+    factor[r] = query < p.q_len ? p.row_factors[static_cast<long long>(head) * p.q_len + query] : 0.0f;
+  }
+  store_gradient<Cfg::kHeadDim>(dq, factor, p.dq + static_cast<long long>(head) * p.q_len * Cfg::kHeadDim, first_query,
+                                p.q_len);
 }
 
 }  // namespace greenfast

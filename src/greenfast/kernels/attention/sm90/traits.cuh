@@ -20,6 +20,7 @@
 //   bool kSkip              a warpgroup skips tiles of small weights (Mainloop). Needs kScheduled and kBlockN == kRowBlock
 //   bool kSinks             each head has a sink
 //   bool kLse               writes the log-sum-exp (LSE) of each row
+//   bool kScoreMax          and its largest score
 //   bool kSumUnroundedP     row sums of P before its rounding to E4M3, else after
 //   float kSoftcap          scores s become kSoftcap * tanh(s / kSoftcap); 0: no softcap
 //   bool kInt8              Q and K are int8, else E4M3. V and P are E4M3
