@@ -13,7 +13,8 @@ namespace greenfast {
 // The mask of a tile: the ends of the rows' key ranges that lie in it, or a bit for each row and key.
 enum class TileMask { kNone, kBegin, kEnd, kBoth, kBits };
 
-// With kCausal, row i attends to no key after i + causal_shift, and with kWindow to none before i + window_shift.
+// With kCausal, row i attends to no key after i + causal_shift, and with kWindow to none before i + window_shift. In a
+// scheduled sequence its own shift is added to both.
 template <class Sequence, bool kCausal, bool kWindow>
 struct KeyMask {
   // Whether later rows have more keys. The scheduler then starts with them.
@@ -22,12 +23,12 @@ struct KeyMask {
 
   // One past the last key of a row; negative for some rows without a key.
   __device__ __forceinline__ int col_limit(int row) const {
-    return kCausal ? min(sequence.kv_len(), row + 1 + sequence.causal_shift()) : sequence.kv_len();
+    return kCausal ? min(sequence.kv_len(), row + 1 + (sequence.shift + sequence.p.causal_shift)) : sequence.kv_len();
   }
 
   // The first key of a row; possibly after the last one.
   __device__ __forceinline__ int col_begin(int row) const {
-    return kWindow ? max(0, row + sequence.window_shift()) : 0;
+    return kWindow ? max(0, row + (sequence.shift + sequence.p.window_shift)) : 0;
   }
 
   // The tiles of kBlockN keys that rows first_row .. stop_row - 1 attend to: n_block_min(first_row) ..

@@ -16,14 +16,13 @@ struct KeyRows {
 };
 
 struct Sequence {
+  static constexpr int shift = 0;  // the key at the place of row 0, to which the shifts of the masks are added
   const FlashParams& p;
   int head;  // counted over the batch: 0 .. batch x heads - 1
 
   __device__ __forceinline__ KeyRows key_rows() const { return {head / p.heads_per_kv}; }
   __device__ __forceinline__ int q_len() const { return p.q_len; }
   __device__ __forceinline__ int kv_len() const { return p.kv_len; }
-  __device__ __forceinline__ int causal_shift() const { return p.causal_shift; }
-  __device__ __forceinline__ int window_shift() const { return p.window_shift; }
 
   // The row in the head's plane of Q's tensor map (batch x heads).
   __device__ __forceinline__ int q_row(int row) const { return row; }
@@ -66,8 +65,6 @@ struct ScheduledSequence {
   __device__ __forceinline__ ScheduledKeyRows key_rows() const { return {head / p.heads_per_kv, first_key}; }
   __device__ __forceinline__ int q_len() const { return rows; }
   __device__ __forceinline__ int kv_len() const { return keys; }
-  __device__ __forceinline__ int causal_shift() const { return shift + p.causal_shift; }
-  __device__ __forceinline__ int window_shift() const { return shift + p.window_shift; }
   __device__ __forceinline__ int q_row(int row) const { return first_q_row + row; }
   __device__ __forceinline__ int kv_blocks() const { return (keys + kRowBlock - 1) / kRowBlock; }
   __device__ __forceinline__ size_t first_kv_block(const ScheduledKeyRows& key_rows) const {
