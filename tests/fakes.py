@@ -487,8 +487,8 @@ def emulate_here(monkeypatch: pytest.MonkeyPatch) -> None:
 class FamilyHere(SolutionProcess):
     """A solution's code in this process, with the messages of its own process, which takes 0.4 s of CPU to start."""
 
-    def __init__(self, what: str, folder: Path, **options: Any) -> None:
-        self._what = what
+    def __init__(self, label: str, folder: Path, **options: Any) -> None:
+        self._label = label
         self._server = _Server()
         self._temporary = tempfile.TemporaryDirectory(prefix="greenfast-solution-")
         self.scratch = Path(self._temporary.name)

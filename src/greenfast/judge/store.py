@@ -35,12 +35,12 @@ def decode(text: bytes, kind: Any = Any) -> Any:
 
 def once(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
     """Convert an object's pairs to a dict. Raises msgspec.DecodeError with the duplicate name."""
-    made = dict(pairs)
-    if len(made) < len(pairs):
+    result = dict(pairs)
+    if len(result) < len(pairs):
         seen: set[Any] = set()
         twice = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
         raise msgspec.DecodeError(f"{twice!r} is twice in one object; give each name once")
-    return made
+    return result
 
 
 def to_json(value: object, *, dense: bool = False) -> str:

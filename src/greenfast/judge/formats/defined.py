@@ -89,13 +89,13 @@ class DefinedProblem:
         where, wanted = f"{self.definition.name}: workload {workload.uuid}: run gives", self.definition.outputs
         if len(values) != len(wanted):
             raise UsageError(f"{where} {len(values)} outputs, the definition has {', '.join(wanted)}")
-        made = []
+        arrays = []
         for value, (name, tensor) in zip(values, wanted.items(), strict=True):
             array = call(f"{where} {name}, made a tensor:", lambda v=value: torch.as_tensor(v).double().numpy())
             if array.shape != _shape(tensor, sizes):
                 raise UsageError(f"{where} {name} of shape {array.shape}, the definition has {_shape(tensor, sizes)}")
-            made.append(array)
-        return made
+            arrays.append(array)
+        return arrays
 
     def decode(self, outputs: Mapping[str, Array], fmt: str) -> NDArray[np.float64]:
         """Return the outputs in their order. A single one keeps its shape; several are flattened and concatenated."""
@@ -119,21 +119,21 @@ class DefinedProblem:
         for name, tensor in self.definition.inputs.items():
             if tensor.shape is None:
                 continue
-            given = workload.inputs.get(name)
+            source = workload.inputs.get(name)
             shape = _shape(tensor, sizes)
-            if isinstance(given, FileInput):
-                made = self._from_file(given)
-            elif isinstance(given, CustomInput):
-                made = custom[name]
+            if isinstance(source, FileInput):
+                value = self._from_file(source)
+            elif isinstance(source, CustomInput):
+                value = custom[name]
             else:
-                made = _random(tensor.dtype, shape, generator)
+                value = _random(tensor.dtype, shape, generator)
             wanted = getattr(torch, tensor.dtype)
-            if tuple(made.shape) != shape or made.dtype != wanted:
+            if tuple(value.shape) != shape or value.dtype != wanted:
                 raise UsageError(
-                    f"{self.definition.name}: workload {workload.uuid}: {name} is {made.dtype} {tuple(made.shape)}, "
+                    f"{self.definition.name}: workload {workload.uuid}: {name} is {value.dtype} {tuple(value.shape)}, "
                     f"the definition has {wanted} {shape}"
                 )
-            tensors[name] = made.contiguous()
+            tensors[name] = value.contiguous()
         return tensors
 
     def _custom(self, workload: Workload, sizes: Mapping[str, int], seed: int) -> dict[str, torch.Tensor]:
@@ -147,23 +147,27 @@ class DefinedProblem:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             label = f"{self.definition.name}: workload {workload.uuid}: {name}"
-            made: dict[str, torch.Tensor] = call(label, self._function(name), {**sizes, **scalars}, torch.device("cpu"))
-        if missing := [n for n in wanted if not isinstance(made, dict) or not isinstance(made.get(n), torch.Tensor)]:
+            inputs: dict[str, torch.Tensor] = call(
+                label, self._function(name), {**sizes, **scalars}, torch.device("cpu")
+            )
+        if missing := [
+            n for n in wanted if not isinstance(inputs, dict) or not isinstance(inputs.get(n), torch.Tensor)
+        ]:
             raise UsageError(f"{label} gives no tensor {', '.join(missing)}")
-        return made
+        return inputs
 
-    def _from_file(self, given: FileInput) -> torch.Tensor:
+    def _from_file(self, source: FileInput) -> torch.Tensor:
         try:
             from safetensors import safe_open
         except ImportError:
             raise UsageError("tensors in files need the package safetensors: pip install safetensors") from None
-        path = self._root / given.path
+        path = self._root / source.path
         try:
             with safe_open(path, framework="pt") as file:
-                made: torch.Tensor = file.get_tensor(given.tensor_key)
+                tensor: torch.Tensor = file.get_tensor(source.tensor_key)
         except Exception as e:
-            raise UsageError(f"{path}: {given.tensor_key}: {e}") from None
-        return made
+            raise UsageError(f"{path}: {source.tensor_key}: {e}") from None
+        return tensor
 
     def _function(self, name: str) -> Callable[..., Any]:
         function = self._namespace.get(name)
@@ -173,10 +177,10 @@ class DefinedProblem:
 
     @functools.cached_property
     def _namespace(self) -> dict[str, Any]:
-        made: dict[str, Any] = {"__name__": "reference"}
+        namespace: dict[str, Any] = {"__name__": "reference"}
         # The source is trusted like a problem.py.
-        call(f"{self.definition.name}: reference", exec, self._source, made)
-        return made
+        call(f"{self.definition.name}: reference", exec, self._source, namespace)
+        return namespace
 
 
 def build_tolerances(
@@ -229,8 +233,8 @@ def _random(dtype: str, shape: tuple[int, ...], generator: torch.Generator) -> t
     """Draw a tensor as FlashInfer-Bench does: N(0, 1), clamped to 2 for FP8; integers from a range by type."""
     kind: torch.dtype = getattr(torch, dtype)
     if kind.is_floating_point:
-        made = torch.randn(shape, generator=generator)
-        return (made.clamp(-2.0, 2.0) if dtype.startswith("float8") else made).to(kind)
+        values = torch.randn(shape, generator=generator)
+        return (values.clamp(-2.0, 2.0) if dtype.startswith("float8") else values).to(kind)
     if dtype == "bool":
         return torch.randint(0, 2, shape, generator=generator).bool()
     low, high = _SCALES[dtype]
@@ -245,10 +249,10 @@ def to_array(tensor: torch.Tensor) -> Array:
 
 
 def _joined(values: list[NDArray[np.float64]]) -> NDArray[np.float64]:
-    made = values[0] if len(values) == 1 else np.concatenate([value.ravel() for value in values])
-    if made.size and made.min() == -np.inf:  # NaN is refused elsewhere.
-        return np.where(np.isneginf(made), _MINUS_INFINITY, made)
-    return made
+    joined = values[0] if len(values) == 1 else np.concatenate([value.ravel() for value in values])
+    if joined.size and joined.min() == -np.inf:  # NaN is refused elsewhere.
+        return np.where(np.isneginf(joined), _MINUS_INFINITY, joined)
+    return joined
 
 
 _TOLERANCES = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 1e-2, torch.float64: 1e-4}

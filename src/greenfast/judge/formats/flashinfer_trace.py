@@ -370,16 +370,16 @@ def _extension(path: Path, given: ForeignSolution, function: str) -> str:
 
 
 def _shapes(definition: Definition, workloads: Sequence[Workload]) -> list[dict[str, Any]]:
-    made: list[dict[str, Any]] = []
+    shapes: list[dict[str, Any]] = []
     for number, workload in enumerate(workloads, 1):
         axes = "_".join(f"{axis}{value}" for axis, value in workload.axes.items())
         name = safe_name(f"{axes}_{workload.uuid[:8]}" if axes else workload.uuid[:8])
-        if any(shape["name"] == name for shape in made):  # such as of workload-1 and workload-2
+        if any(shape["name"] == name for shape in shapes):  # such as of workload-1 and workload-2
             name = f"{name}_{number}"
-        made.append(
+        shapes.append(
             {"name": name, "dims": evaluate_dims(definition, workloads, number), "purpose": f"workload {workload.uuid}"}
         )
-    return made
+    return shapes
 
 
 def _solution(

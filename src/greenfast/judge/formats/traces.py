@@ -37,12 +37,12 @@ def build_traces(record: Record, definition: Definition, workloads: Sequence[Wor
     Times are medians with a cold L2 cache, as in FlashInfer-Bench. ``correctness.extra`` and the log contain the
     decision, the interval of the speedup and its noise floor, because the format has no fields for them.
     """
-    made = []
+    traces = []
     for number, workload in enumerate(workloads, 1):
         rows = [row for row in record.candidate.correctness if row.dims.get("workload") == number]
         evaluation = _evaluation(record, rows)
         if evaluation is not None:
-            made.append(
+            traces.append(
                 {
                     "definition": definition.name,
                     "workload": msgspec.to_builtins(workload),
@@ -50,7 +50,7 @@ def build_traces(record: Record, definition: Definition, workloads: Sequence[Wor
                     "evaluation": evaluation,
                 }
             )
-    return made
+    return traces
 
 
 def _evaluation(record: Record, rows: Sequence[CorrectnessRow]) -> dict[str, Any] | None:

@@ -76,7 +76,7 @@ class RemoteFamily:
 
     def __init__(
         self,
-        what: str,
+        label: str,
         folder: Path,
         solution: SolutionConfig,
         *,
@@ -88,21 +88,21 @@ class RemoteFamily:
     ) -> None:
         """Start the process and import the code.
 
-        what: the name of the solution in errors.
+        label: the name of the solution in errors.
         module: an importable module that replaces the solution's file.
         target: the compile target, for languages that need one.
         answer_s: time limit per reply in seconds.
         problem: the problem with the buffers that the solution receives.
         gpu: the ordinal of the GPU that captures a callable.
         """
-        self._what = what
+        self._label = label
         self._target = target or Target("sm_90a")
         self._toggles = dict(solution.toggles)
         self._problem = problem
         self._with_data = solution.language == "callable"
         self._binaries: dict[bytes, bytes] = {}
         gpu = gpu if self._with_data else None
-        self._process = SolutionProcess(what, folder, answer_s=answer_s, gpu=gpu, imports=bool(module))
+        self._process = SolutionProcess(label, folder, answer_s=answer_s, gpu=gpu, imports=bool(module))
         self.sandbox = self._process.sandbox
         reply = self._process.request(Load(solution, str(folder.resolve()), module))
         if isinstance(reply, ExceptionReply):
@@ -110,10 +110,10 @@ class RemoteFamily:
             if reply.exits:
                 raise self._process.raised(reply)
             lines = "".join(f"\n  {line}" for line in reply.lines[-5:])
-            raise UsageError(f"{what} cannot be imported: {reply.text}{lines}{sandbox_hint(reply.text)}")
+            raise UsageError(f"{label} cannot be imported: {reply.text}{lines}{sandbox_hint(reply.text)}")
         if isinstance(reply, Rejected):
             self._process.close()
-            raise UsageError(f"{what}: {reply.text}")
+            raise UsageError(f"{label}: {reply.text}")
         if not isinstance(reply, Loaded):
             raise self._convert_error(reply)
         #: The names of the solution's functions.
@@ -134,7 +134,7 @@ class RemoteFamily:
         try:
             program = decode_program(reply)
         except (ValueError, TypeError) as e:
-            raise UsageError(f"{self._what}: {e}") from None
+            raise UsageError(f"{self._label}: {e}") from None
         self._require_readable(program)
         return replace(program, steps=tuple(map(self._share_binary, program.steps)))
 
@@ -144,7 +144,7 @@ class RemoteFamily:
         folders: set[Path] = {folder for step in program.steps for folder in step.kernel.include_dirs}
         for folder in sorted(folders):
             if not any(folder.resolve().is_relative_to(path) for path in allowed):
-                raise UsageError(f"{self._what}: include_dirs: {folder} is not the solution's; copy its headers there")
+                raise UsageError(f"{self._label}: include_dirs: {folder} is not the solution's; copy its headers there")
 
     def _share_binary(self, step: Step) -> Step:
         """Return the step with its machine code shared: each kernel of a library comes with the whole library."""
@@ -181,7 +181,7 @@ class RemoteFamily:
 
     def _convert_error(self, reply: Any) -> GreenfastError:
         if isinstance(reply, MissingDependency):
-            return AbsentError(f"{self._what}: {reply.text}")
+            return AbsentError(f"{self._label}: {reply.text}")
         if isinstance(reply, Rejected):
             return UsageError(reply.text)
         if isinstance(reply, CompileFailed):
@@ -190,21 +190,21 @@ class RemoteFamily:
             return self._process.raised(reply)
         with contextlib.suppress(Exception):
             self._process.close()
-        return SolutionError(f"{self._what}: the solution ended without a verdict: it answered another question")
+        return SolutionError(f"{self._label}: the solution ended without a verdict: it answered another question")
 
 
 class SolutionProcess:
     """A confined process with a solution's code. It runs until ``close`` or garbage collection.
 
-    what: the name of the solution in errors. folder: the folder of its code, readable for the process.
+    label: the name of the solution in errors. folder: the folder of its code, readable for the process.
     Every method raises SolutionError if the process ends, hangs or sends an invalid reply.
     """
 
     def __init__(
-        self, what: str, folder: Path, *, answer_s: float = ANSWER_S, gpu: int | None = None, imports: bool = False
+        self, label: str, folder: Path, *, answer_s: float = ANSWER_S, gpu: int | None = None, imports: bool = False
     ) -> None:
         """Start the process. imports: True if the code is a module, possibly in the caller's current folder."""
-        self._what = what
+        self._label = label
         self._answer_s = answer_s
         self._number = 0
         self._buffer = bytearray()
@@ -242,7 +242,7 @@ class SolutionProcess:
     def request(self, call: Load | Render | Choose) -> Any:
         """Send a request and return its reply, one of the types in ``RpcReply``."""
         if not self._finalizer.alive:
-            raise SolutionError(f"{self._what}: the solution's process has ended")
+            raise SolutionError(f"{self._label}: the solution's process has ended")
         self._number += 1
         deadline = time.monotonic() + self._answer_s
         self._signal(signal.SIGCONT)
@@ -260,11 +260,11 @@ class SolutionProcess:
             file.write(data)
         return path
 
-    def raised(self, said: ExceptionReply) -> SolutionError:
+    def raised(self, reply: ExceptionReply) -> SolutionError:
         """Return the error for an exception of the solution's code."""
-        lines = "".join(f"\n  {line}" for line in said.lines[-5:])
-        how = f"it {'called' if said.exits else 'raised'} {said.text}{lines}"
-        return SolutionError(_shown(f"{self._what}: the solution ended without a verdict: {how}{sandbox_hint(how)}"))
+        lines = "".join(f"\n  {line}" for line in reply.lines[-5:])
+        how = f"it {'called' if reply.exits else 'raised'} {reply.text}{lines}"
+        return SolutionError(_shown(f"{self._label}: the solution ended without a verdict: {how}{sandbox_hint(how)}"))
 
     def _send(self, data: bytes, deadline: float) -> None:
         view = memoryview(len(data).to_bytes(4, "little") + data)
@@ -341,7 +341,7 @@ class SolutionProcess:
             if printed:
                 how += "\n  it printed: " + "\n  ".join(printed.splitlines()[-5:])
         self.close()
-        return SolutionError(_shown(f"{self._what}: the solution ended without a verdict: {how}{sandbox_hint(how)}"))
+        return SolutionError(_shown(f"{self._label}: the solution ended without a verdict: {how}{sandbox_hint(how)}"))
 
     def _signal(self, number: signal.Signals) -> None:
         with contextlib.suppress(ProcessLookupError):

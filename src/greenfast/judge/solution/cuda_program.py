@@ -190,14 +190,14 @@ def parse_scalar(text: str, names: Mapping[str, int]) -> np.generic:
 
 
 def _tensor_map(solution: ResolvedSolution, key: str, spec: TensorMapSpec, names: Mapping[str, int]) -> TensorMap:
-    def all_of(part: str, given: Sequence[Expression]) -> tuple[int, ...]:
+    def evaluate_all(part: str, given: Sequence[Expression]) -> tuple[int, ...]:
         return tuple(_whole(solution, f"{key}.{part}[{n}]", text, names) for n, text in enumerate(given))
 
     return TensorMap(
         buffer=spec.buffer,
         dtype=spec.dtype,
-        shape=all_of("shape", spec.shape),
-        strides=all_of("strides", spec.strides),
-        box=all_of("box", spec.box),
+        shape=evaluate_all("shape", spec.shape),
+        strides=evaluate_all("strides", spec.strides),
+        box=evaluate_all("box", spec.box),
         swizzle=spec.swizzle,
     )

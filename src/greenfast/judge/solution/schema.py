@@ -292,21 +292,21 @@ def _list_allowed(message: str) -> str:
     return ""
 
 
-def _check(found: ResolvedSolution) -> None:
-    solution, where = found.config, found.path
+def _check(resolved: ResolvedSolution) -> None:
+    solution, where = resolved.config, resolved.path
     if not solution.file:
         raise UsageError(f"{where}: file: missing; name the solution's source, such as kernel.cu")
     if not solution.file.isprintable():
         raise UsageError(f"{where}: file: {solution.file!r} is no path that can be shown; rename the file")
     try:
-        inside = found.file.resolve().is_relative_to(found.folder.resolve())
-        there = found.file.is_file()
+        inside = resolved.file.resolve().is_relative_to(resolved.folder.resolve())
+        there = resolved.file.is_file()
     except (OSError, ValueError, RuntimeError) as e:
         raise UsageError(f"{where}: file: {solution.file!r} is no path ({e})") from None
     if not inside:
         raise UsageError(f"{where}: file: {solution.file} is outside of the solution's folder; copy it there")
     if not there:
-        raise UsageError(f"{where}: file: {found.file} does not exist")
+        raise UsageError(f"{where}: file: {resolved.file} does not exist")
     if solution.language != "callable":
         for number, launch in enumerate(solution.launches):
             if not launch.grid:

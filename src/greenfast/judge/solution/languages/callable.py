@@ -62,7 +62,7 @@ def _capture(
     solution: ResolvedSolution, dims: Mapping[str, int], buffers: Mapping[str, Buffer], code: LoadedCode | Recording
 ) -> Program:
     """Return the program of a function, captured on a GPU (with its loaded code) or recorded."""
-    function, given = _call_of(solution, buffers)
+    function, given = _find_call(solution, buffers)
     inputs = {name: _example(buffer) for name, buffer in buffers.items() if buffer.path}
     outputs = {name: _like(buffer) for name, buffer in buffers.items() if buffer.output and name not in inputs}
     names = evaluate_constants(solution, dims)
@@ -75,7 +75,7 @@ def _capture(
     return capture(function, arguments, inputs, outputs, code)
 
 
-def _call_of(solution: ResolvedSolution, buffers: Mapping[str, Buffer]) -> tuple[Any, list[str]]:
+def _find_call(solution: ResolvedSolution, buffers: Mapping[str, Buffer]) -> tuple[Any, list[str]]:
     launch = solution.config.launches[0] if solution.config.launches else None
     name = launch.kernel if launch else _FUNCTION
     module = import_family(solution.folder, solution.config.file, "")

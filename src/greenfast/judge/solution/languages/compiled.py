@@ -63,7 +63,7 @@ def import_family(folder: Path, file: str, module: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise ImportError(f"{path} is not a Python file")
-    made = importlib.util.module_from_spec(spec)
-    sys.modules[name] = made
-    spec.loader.exec_module(made)
-    return made
+    imported = importlib.util.module_from_spec(spec)
+    sys.modules[name] = imported
+    spec.loader.exec_module(imported)
+    return imported

@@ -104,7 +104,7 @@ def _call(
             fixed[name] = _constant(f"{where}.kernel", parameter, names, heuristics, by_name)
             continue
         argument = by_name[name]
-        signature[name] = _type_of(f"{where}.args", parameter, argument, buffers)
+        signature[name] = _find_type(f"{where}.args", parameter, argument, buffers)
         if isinstance(argument, str):
             if not parameter.do_not_specialize_on_alignment:
                 divisible.append(name)
@@ -173,7 +173,7 @@ def _constant(
     raise UsageError(f"{key}: {name} is a tl.constexpr without a value; give it under constants")
 
 
-def _type_of(key: str, parameter: Any, argument: Argument, buffers: Mapping[str, str]) -> str:
+def _find_type(key: str, parameter: Any, argument: Argument, buffers: Mapping[str, str]) -> str:
     """Return Triton's name of a parameter's type: its annotation, else the type of the buffer or scalar."""
     name, annotated = parameter.name, parameter.annotation_type
     if isinstance(argument, str):
