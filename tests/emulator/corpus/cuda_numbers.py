@@ -318,18 +318,6 @@ def simd_in_a_word(rng: Rng) -> Args:
     return a, b, Out(np.stack(rows)), I32(60)
 
 
-def philox(counter: NDArray[np.uint32], key: NDArray[np.uint32]) -> NDArray[np.uint32]:
-    """Philox4x32-10 (Salmon et al., 2011) of (n, 4) counters and (2,) key."""
-    c = [counter[:, j].astype(U64) for j in range(4)]
-    k0, k1 = (int(v) for v in key)
-    for _ in range(10):
-        p, q = c[0] * U64(0xD2511F53), c[2] * U64(0xCD9E8D57)
-        low = U64(0xFFFFFFFF)
-        c = [(q >> U64(32)) ^ c[1] ^ U64(k0), q & low, (p >> U64(32)) ^ c[3] ^ U64(k1), p & low]
-        k0, k1 = (k0 + 0x9E3779B9) & 0xFFFFFFFF, (k1 + 0xBB67AE85) & 0xFFFFFFFF
-    return np.stack(c, 1).astype(U32)
-
-
 @cuda(
     r"""
 __constant__ unsigned K[64] = {CONSTANTS};

@@ -208,42 +208,24 @@ def entries() -> dict[str, Entry]:
     return _ENTRIES
 
 
-def declare(entry: Entry) -> Entry:
-    """Add an entry."""
-    if entry.name in _ENTRIES:
-        raise ValueError(f"two entries are called {entry.name}")
-    _ENTRIES[entry.name] = entry
-    return entry
+def declare(kind: str, source: str, grid: Extent, block: Extent, **more: Any) -> Callable[[Builder], Entry]:
+    """Declare an entry; the decorated function builds its parameters and gives it its name."""
+
+    def add(build: Builder) -> Entry:
+        name = build.__name__
+        if name in _ENTRIES:
+            raise ValueError(f"two entries are called {name}")
+        _ENTRIES[name] = Entry(name, kind, source.lstrip("\n"), build, extent(grid), extent(block), **more)
+        return _ENTRIES[name]
+
+    return add
 
 
 def cuda(
-    source: str,
-    grid: Extent = 1,
-    block: Extent = 32,
-    smem: int = 0,
-    target: str = "sm_90a",
-    refused: str = "",
-    prints: str = "",
+    source: str, grid: Extent = 1, block: Extent = 32, smem: int = 0, prints: str = ""
 ) -> Callable[[Builder], Entry]:
-    """Declare a CUDA kernel; the function builds its parameters and gives it its name."""
-
-    def add(build: Builder) -> Entry:
-        return declare(
-            Entry(
-                name=build.__name__,
-                kind="cuda",
-                source=source.lstrip("\n"),
-                build=build,
-                grid=extent(grid),
-                block=extent(block),
-                smem=smem,
-                target=target,
-                refused=refused,
-                prints=prints,
-            )
-        )
-
-    return add
+    """Declare a CUDA kernel."""
+    return declare("cuda", source, grid, block, smem=smem, prints=prints)
 
 
 def bug(
@@ -252,27 +234,8 @@ def bug(
     grid: Extent = 1,
     block: Extent = 32,
     smem: int = 0,
-    target: str = "sm_90a",
     inside: str = "",
     limit: float = 0.0,
 ) -> Callable[[Builder], Entry]:
     """Declare a CUDA kernel with a bug, and the expected fault."""
-
-    def add(build: Builder) -> Entry:
-        return declare(
-            Entry(
-                name=build.__name__,
-                kind="bug",
-                source=source.lstrip("\n"),
-                build=build,
-                grid=extent(grid),
-                block=extent(block),
-                smem=smem,
-                target=target,
-                faults=message,
-                inside=inside,
-                limit=limit,
-            )
-        )
-
-    return add
+    return declare("bug", source, grid, block, smem=smem, faults=message, inside=inside, limit=limit)

@@ -27,10 +27,9 @@ from tests.emulator.corpus.entry import (
     Out,
     Rng,
     declare,
-    extent,
 )  # fmt: skip
 
-HEADER = ".version 8.6\n.target {target}\n.address_size 64\n"
+HEADER = ".version 8.6\n.target sm_90a\n.address_size 64\n"
 
 T = "\n  .reg .b32 %t;\n  mov.u32 %t, %tid.x;\n"
 
@@ -42,17 +41,9 @@ def kernel(body: str, params: int = 2, before: str = "") -> str:
     return f"{before}\n.visible .entry k({listed})\n{{\n  .reg .b64 %p<{params}>;{T}{loads}{body}\n  ret;\n}}"
 
 
-def module(
-    source: str, grid: Extent = 1, block: Extent = 32, smem: int = 0, target: str = "sm_90a", refused: str = ""
-) -> Callable[[Builder], Entry]:
-    """Declare a whole module and add its header; the decorated function builds its parameters and names it."""
-
-    def add(build: Builder) -> Entry:
-        text = HEADER.format(target=target) + source.lstrip("\n")
-        name = build.__name__
-        return declare(Entry(name, "ptx", text, build, extent(grid), extent(block), smem, target, refused=refused))
-
-    return add
+def module(source: str, grid: Extent = 1, block: Extent = 32, refused: str = "") -> Callable[[Builder], Entry]:
+    """Declare a whole module, without its header."""
+    return declare("ptx", HEADER + source.lstrip("\n"), grid, block, refused=refused)
 
 
 @module(
