@@ -1,7 +1,7 @@
 """The problem of the backward pass: gradients of attention from int8 and E4M3 codes of Q, K, V and dO.
 
-``exact`` evaluates the codes and tables in float64, as kernels/attention/sm90/backward.cuh defines: weights P relative
-to the largest of a row, and dS = P (dP - delta) in units of a query. The bound follows the roundings of P and dS to
+``exact`` evaluates the codes and tables in float64, as kernels/attention/sm90/backward.cuh defines: weights P and
+dS = P (dP - delta), both in units of a query. The bound follows the roundings of P and dS to
 E4M3.
 
 Gates of the config: gradients of standard normal inputs are within 6 % of exact ones, and their elements have a
@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from greenfast.judge.task import import_file
-from greenfast.kernels.attention.backward import LARGEST_WEIGHT, NO_UNIT, PAIR_ORDER, ROWS
+from greenfast.kernels.attention.backward import NO_UNIT, PAIR_ORDER, ROWS
 from greenfast.kernels.attention.config import KEY_ORDER
 from greenfast.numerics.attention import E4M3_SUM
 from greenfast.numerics.inputs import VARIANTS as VARIANTS
@@ -172,7 +172,7 @@ def compute_from_codes(d: Mapping[str, int], codes: Mapping[str, Tensor]) -> tup
 
     hidden = _hidden(d, _get_length(d, codes))
     exponent = (q @ k.mT + starts[0].unsqueeze(-1)) * factor
-    p = LARGEST_WEIGHT * torch.exp2(exponent.masked_fill(hidden, -math.inf))
+    p = torch.exp2(exponent.masked_fill(hidden, -math.inf))
     ds = p * (grad @ v.mT + starts[1].unsqueeze(-1)) * slope
     exact = [by_query * (ds @ k_t), by_key * _sum_heads(ds.mT @ q_t), by_value * _sum_heads(p.mT @ grad_t)]
 

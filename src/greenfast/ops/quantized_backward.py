@@ -21,6 +21,8 @@ from greenfast.ops.reference import build_rotation
 
 _LOG2_E = math.log2(math.e)
 _INT8_MAX, _E4M3_MAX = 127.0, 448.0
+#: Of codes of dS whose weight has the code 1 and whose difference is the bound.
+_LARGEST_SLOPE = 224.0
 #: Float bits of 1.5 * 2^23. If an integer accumulator starts there, its bits as a float are that number plus the sum.
 _MAGIC_BITS = 0x4B400000
 #: The least factor of the scores, so that a start is less than 2^22 units away from _MAGIC_BITS.
@@ -71,13 +73,16 @@ def encode(
     lse, score_max = row_stats.flatten(0, 1).unbind(-1)
     undefined = g_scale.isnan() | ~(lse < math.inf)
     has_weights = (g_max > 0.0) & (lse > -math.inf)
-    # The largest weight of a row, times the scale of dO.
-    row_scale = torch.exp(score_max - lse).mul(g_scale).where(has_weights | undefined, 0.0)
+    norm = (rotated_g / (g_max * _INT8_MAX).unsqueeze(-1)).norm(dim=-1) / head_dim**0.5
+    log2_weight = ((score_max - lse) * _LOG2_E).clamp(max=0.0)
+    exponent = _get_weight_exponent(log2_weight, norm)
+    # What a code 1 of P stands for, times the scale of dO.
+    row_scale = torch.exp2(log2_weight - exponent).mul(g_scale).where(has_weights | undefined, 0.0)
 
     def expand(x: Tensor) -> Tensor:
         return x.repeat_interleave(kernels.ROWS, 1)[:, :q_len]
 
-    top = (score_max - (q * q_means).sum(-1) * scale) * _LOG2_E
+    top = (score_max - (q * q_means).sum(-1) * scale) * _LOG2_E - exponent
     starts = torch.where(has_weights, _round_starts(top / expand(score_factor)), _NO_QUERY)
     weight = (g * o).sum(-1) / (g_scale * q_v_scale)
     tables = q.new_zeros((len(q), tiles, kernels.TABLE_WORDS), dtype=torch.int32)
@@ -93,9 +98,8 @@ def encode(
     # A bound of |dP - delta| in units of the codes, and a margin of 1/16 for their roundings.
     bound = (2.125 * _INT8_MAX * head_dim**0.5) * (rotated_v.norm(dim=-1).amax(-1) / v_scale)
     bound = bound.clamp(min=1.0)
-    slope_scale = v_scale * bound * (scale / _E4M3_MAX)
-    factors = [_E4M3_MAX / kernels.LARGEST_WEIGHT / bound, slope_scale / code_factor]
-    factors.append(torch.full_like(bound, 1.0 / (kernels.LARGEST_WEIGHT * code_factor)))
+    slope_scale = v_scale * bound * (scale / _LARGEST_SLOPE)
+    factors = [_LARGEST_SLOPE / bound, slope_scale / code_factor, torch.full_like(bound, 1.0 / code_factor)]
     row_factors = row_scale * (slope_scale * k_scale / code_factor).repeat_interleave(group).unsqueeze(-1)
     return {
         "q": _encode_int8(rotated_q, expand(int8_scale)),
@@ -114,6 +118,20 @@ def encode(
 def _get_factor(head_dim: int) -> float:
     """Return the factor of E4M3 codes: a row can have a number sqrt(head_dim) times larger than any after rotation."""
     return 0.25 if head_dim <= 128 else 0.125
+
+
+def _get_weight_exponent(log2_weight: Tensor, norm: Tensor) -> Tensor:
+    """Return log2 of the factors of P before its rounding, 0 to 7.
+
+    log2_weight: of the largest weight m of a row. norm: of its codes of dO, over that of a row of 127. A weight is at
+    most m, and all but the largest one at most 1 - m. So |dS| is at most min(m, 1 - m) norm times the bound of
+    differences, and the second number keeps codes of dS, times _LARGEST_SLOPE over that bound, below 448. The first
+    number leaves sqrt(m) to the codes of Q^T and dO^T, so that queries with one large weight do not make those of flat
+    ones too small.
+    """
+    m = torch.exp2(log2_weight)
+    largest_slope = norm * ((1.0 - m).clamp(min=0.0) / m).clamp(max=1.0)
+    return torch.minimum(7.0 + 0.5 * log2_weight, 1.0 - torch.log2(largest_slope)).clamp(0.0, 7.0)
 
 
 @cache

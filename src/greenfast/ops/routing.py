@@ -280,7 +280,7 @@ def _find_large_ds(query: Tensor, key: Tensor, window: int | None) -> str:
         return ""
     return (
         f"dS takes {heads // kv_heads} x {q_len} x {keys} bytes for one head of key, and may take "
-        f'{MOST_DS_BYTES >> 30} GiB; "16bit_kept" has no dS'
+        f"{MOST_DS_BYTES >> 30} GiB; backward passes in 16 bits have none"
     )
 
 

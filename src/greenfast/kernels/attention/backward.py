@@ -28,8 +28,8 @@ TARGET = Target("sm_90a")
 ROWS = 64
 #: Words of a QueryTable: the starts of S and of dP, and four of the tile.
 TABLE_WORDS = 2 * ROWS + 4
-#: The largest code of P. The unit of codes that are all 0.
-LARGEST_WEIGHT, NO_UNIT = 128.0, -10000
+#: The unit of codes that are all 0.
+NO_UNIT = -10000
 #: Keys of a tile of the dQ kernel.
 STORED_KEYS = 128
 #: Bytes of dS in a launch of several heads of K. At the end of a larger launch a smaller share of the work is left to

@@ -1,10 +1,10 @@
 // Quantizes the inputs of a backward pass to the layouts that attention/sm90/backward.cuh reads.
 //
-// sum_keys adds the rows of K, and finds the largest numbers and norms of V's rows after the rotation. measure_keys finds
-// the largest numbers of K minus its mean. encode_backward writes the codes and the tables. A block takes kTileRows rows:
-// it rotates them for the int8 codes (rows_transform.cuh), and reads them again, without a rotation, for the transposed
-// E4M3 codes. The mean of K is exact: rounding of dO V^T adds nearly the same number to a whole row of dP, and in dQ =
-// dS K that number is multiplied by the part of the mean that is left in K.
+// sum_keys adds the rows of K, and finds the largest numbers and norms of V's rows after the rotation. measure_keys
+// finds the largest numbers of K minus its mean. encode_backward writes the codes and the tables. A block takes
+// kTileRows rows: it rotates them for the int8 codes (rows_transform.cuh), and reads them again, without a rotation, for
+// the transposed E4M3 codes. The mean of K is exact: rounding of dO V^T adds nearly the same number to a whole row of
+// dP, and in dQ = dS K that number is multiplied by the part of the mean that is left in K.
 #pragma once
 
 #include "attention/sm90/backward.cuh"
@@ -161,8 +161,8 @@ struct BackwardTile {
         x);
   }
 
-  // Writes int8 codes of the rotated rows below stop_row. true_scales: of the thread's two rows, at least their largest magnitude / 127,
-  // so that no code needs a limit. Sums with kMagic have the rounded number in their lowest bits.
+  // Writes int8 codes of the rotated rows below stop_row. true_scales: of the thread's two rows, at least their largest
+  // magnitude / 127, so that no code needs a limit. Sums with kMagic have the rounded number in their lowest bits.
   __device__ __forceinline__ void write_int8(int stop_row, const typename Rows::Values& x,
                                              const float (&true_scales)[2], unsigned char* codes) const {
 #pragma unroll
@@ -189,27 +189,39 @@ struct BackwardTile {
     }
   }
 
-  // Returns the largest norm of the tile's rows. amax: their largest magnitude.
-  __device__ __forceinline__ float largest_norm(const typename Rows::Values& x, float amax) const {
-    const float inverse = amax > 0.0f ? __frcp_rn(amax) : 0.0f;
+  // Returns the sums of (x inverse)^2 over this thread's two rows. Lanes and warps that share a row get the same sum.
+  __device__ __forceinline__ void sum_squares(const typename Rows::Values& x, const float (&inverse)[2],
+                                              float (&sums)[2]) const {
     const int warp = threadIdx.x / 32;
-    float sums[2] = {};
+    sums[0] = sums[1] = 0.0f;
 #pragma unroll
     for (int i = 0; i < Rows::kWarpParts * 32; ++i) {
-      const float value = x[i / 32][i / 16 % 2][i / 4 % 4][i % 4] * inverse;
-      sums[i / 16 % 2] = fmaf(value, value, sums[i / 16 % 2]);
+      const int r = i / 16 % 2;
+      const float value = x[i / 32][r][i / 4 % 4][i % 4] * inverse[r];
+      sums[r] = fmaf(value, value, sums[r]);
     }
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       sums[r] += __shfl_xor_sync(0xffffffffu, sums[r], 1);
       sums[r] += __shfl_xor_sync(0xffffffffu, sums[r], 2);
-      if (Rows::kSplit > 1 && threadIdx.x % 4 == 0) shared.of_rows[warp % Rows::kSplit][row[r] - first] = sums[r];
     }
     if constexpr (Rows::kSplit > 1) {
+      __syncthreads();  // of_rows was read
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        if (threadIdx.x % 4 == 0) shared.of_rows[warp % Rows::kSplit][row[r] - first] = sums[r];
+      }
       __syncthreads();
 #pragma unroll
       for (int r = 0; r < 2; ++r) sums[r] = shared.of_rows[0][row[r] - first] + shared.of_rows[1][row[r] - first];
     }
+  }
+
+  // Returns the largest norm of the tile's rows. amax: their largest magnitude.
+  __device__ __forceinline__ float largest_norm(const typename Rows::Values& x, float amax) const {
+    const float inverse = amax > 0.0f ? __frcp_rn(amax) : 0.0f;
+    float sums[2];
+    sum_squares(x, {inverse, inverse}, sums);
     return block_max_nan<Cfg::kThreads>(shared.warp_max[1], sqrtf(ptx::max_nan(sums[0], sums[1]))) * amax;
   }
 
@@ -309,6 +321,17 @@ struct BackwardTile {
   // of codes of dO has at most 127 in each column.
   __device__ __forceinline__ static float difference_bound(float v_norm, float v_scale) {
     return ptx::max_nan(1.0f, 2.125f * 127.0f * Rows::kRoot * Rows::kFactor * v_norm / v_scale);
+  }
+
+  // log2 of the factor of a row's P before its rounding, 0 to 7. log2_weight: of the row's largest weight m.
+  // norm: the norm of its codes of dO over that of a row of 127. A weight is at most m, and all but the largest one at
+  // most 1 - m. So |dS| is at most min(m, 1 - m) norm times the bound of differences, and the second number keeps codes
+  // of dS, times 224 over that bound, below 448. The first one leaves sqrt(m) to the codes of Q^T and dO^T, so that
+  // queries with one large weight do not make those of flat ones too small.
+  __device__ __forceinline__ static float weight_exponent(float log2_weight, float norm) {
+    const float m = ptx::ex2(log2_weight);
+    const float largest_slope = norm * fminf(1.0f, fmaxf(1.0f - m, 0.0f) / m);
+    return fminf(fmaxf(fminf(7.0f + 0.5f * log2_weight, 1.0f - log2f(largest_slope)), 0.0f), 7.0f);
   }
 
   // The least multiple of 6 whose power of 2 exceeds a number; kNoUnit for 0. A coarse grid, because the dK/dV kernel
@@ -429,7 +452,7 @@ __device__ __forceinline__ void encode_backward(const BackwardInputs& p, const B
   __shared__ BackwardStorage<Cfg> shared;
   using Tile = BackwardTile<Cfg>;
   using Rows = typename Tile::Rows;
-  constexpr float kLog2e = 1.4426950408889634f, kLargestSlope = 448.0f;
+  constexpr float kLog2e = 1.4426950408889634f, kLargestSlope = 224.0f;  // see weight_exponent
   const int kv_tiles = (p.kv_len + Cfg::kTileRows - 1) / Cfg::kTileRows, tile = blockIdx.y;
   const int head_count = p.batch * p.kv_heads;
   const int kind = blockIdx.x < head_count ? 0 : blockIdx.x < 2 * head_count ? 1 : 2;
@@ -451,11 +474,10 @@ __device__ __forceinline__ void encode_backward(const BackwardInputs& p, const B
     rows.template rotate<true>(head, x, mean);
     const float k_scale = Tile::head_scale(k_amax, kv_tiles);
     if (threadIdx.x < 32 && tile == 0) {
-      constexpr float kLargestWeight = 1 << kWeightBits;
       const float bound = Tile::difference_bound(Tile::head_max(v_norm, kv_tiles), v_scale);
-      const float factors[3] = {kLargestSlope / kLargestWeight / bound,
+      const float factors[3] = {kLargestSlope / bound,
                                 v_scale * bound * (p.softmax_scale / kLargestSlope) / Tile::kFactor,
-                                1.0f / (kLargestWeight * Tile::kFactor)};
+                                1.0f / Tile::kFactor};
       if (threadIdx.x < 3) codes.factors[3 * head_index + threadIdx.x] = factors[threadIdx.x];
     }
     rows.write_int8(p.kv_len, x, {k_scale, k_scale}, codes.k + kv_first);
@@ -490,7 +512,8 @@ __device__ __forceinline__ void encode_backward(const BackwardInputs& p, const B
   // dO. NaN or infinity in a row of dO, or in its log-sum-exp, makes the gradients of the table's queries NaN.
   const long long first_of_head = static_cast<long long>(head_index) * p.q_len;
   rows.template rotate<false>(grad, x);
-  float row_max[2], scales[2], weights[2], score_max[2];  // weights: the largest of a row, 0 without a gradient
+  // weights: what a code 1 of P stands for, 0 without a gradient. top: the score whose code is 1, in log2.
+  float row_max[2], scales[2], weights[2], top[2];
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     row_max[r] = quad_max_nan(Rows::largest(x, r));
@@ -499,18 +522,28 @@ __device__ __forceinline__ void encode_backward(const BackwardInputs& p, const B
     }
   }
   if constexpr (Rows::kSplit > 1) __syncthreads();
+  float2 stats[2];
+  float inverse[2];
+  bool has_weights[2];
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const int i = rows.row[r] - rows.first;
     if constexpr (Rows::kSplit > 1) row_max[r] = ptx::max_nan(shared.of_rows[0][i], shared.of_rows[1][i]);
     scales[r] = Rows::scale_for(row_max[r]);
     const bool inside = rows.row[r] < p.q_len;
-    const float2 stats = inside ? p.row_stats[first_of_head + rows.row[r]] : make_float2(0.0f, 0.0f);
-    const float lse = stats.x;
-    score_max[r] = stats.y;
-    const bool has_weights = inside && row_max[r] > 0.0f && lse > -CUDART_INF_F;
-    weights[r] = has_weights ? ptx::ex2((score_max[r] - lse) * kLog2e) : 0.0f;
-    if (scales[r] != scales[r] || !(lse < CUDART_INF_F)) weights[r] = CUDART_NAN_F;
+    stats[r] = inside ? p.row_stats[first_of_head + rows.row[r]] : make_float2(0.0f, 0.0f);
+    has_weights[r] = inside && row_max[r] > 0.0f && stats[r].x > -CUDART_INF_F;
+    inverse[r] = row_max[r] > 0.0f ? __frcp_rn(row_max[r]) : 0.0f;
+  }
+  float squares[2];
+  rows.sum_squares(x, inverse, squares);
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const float log2_weight = fminf((stats[r].y - stats[r].x) * kLog2e, 0.0f);
+    const float exponent = Tile::weight_exponent(log2_weight, sqrtf(squares[r]) * (1.0f / Rows::kRoot));
+    weights[r] = has_weights[r] ? ptx::ex2(log2_weight - exponent) : 0.0f;
+    if (scales[r] != scales[r] || !(stats[r].x < CUDART_INF_F)) weights[r] = CUDART_NAN_F;
+    top[r] = stats[r].y * kLog2e - exponent;
   }
   rows.write_int8(p.q_len, x, scales, codes.grad + q_first);
   const float warp_weight = warp_max_nan(ptx::max_nan(weights[0] * scales[0], weights[1] * scales[1]));
@@ -577,8 +610,8 @@ __device__ __forceinline__ void encode_backward(const BackwardInputs& p, const B
     int score = kMagicBits - static_cast<int>(kRange), weight = kMagicBits;
     if (rows.row[r] < p.q_len) {
       codes.row_factors[first_of_head + rows.row[r]] = weights[r] * scales[r] * of_rows;
-      const float top = (score_max[r] - shared.mean_score[i] * p.softmax_scale) * kLog2e;
-      if (weights[r] > 0.0f) score = kMagicBits - __float2int_rn(fminf(fmaxf(top / score_factor, -kRange), kRange));
+      const float start = (top[r] - shared.mean_score[i] * (p.softmax_scale * kLog2e)) / score_factor;
+      if (weights[r] > 0.0f) score = kMagicBits - __float2int_rn(fminf(fmaxf(start, -kRange), kRange));
       if (row_max[r] > 0.0f) {
         weight = kMagicBits - __float2int_rn(fminf(fmaxf(shared.delta[i] / (scales[r] * v_scale), -kRange), kRange));
       }

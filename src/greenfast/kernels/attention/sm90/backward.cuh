@@ -10,10 +10,10 @@
 // read as a float is kMagic + (the sum), without a conversion. The start of a score also holds the largest score of its
 // query, and the start of dP holds delta = rowsum(dO O), both in the units of the codes.
 //
-// Codes of P are those of exp(score - the query's largest score), at most 2^kWeightBits. Codes of dS are these times
-// (dP - delta) * slope, below 448 because the slope includes a bound of |dP - delta|. What is left of the scale of a
-// query is in the codes of Q^T and dO^T, and in the factor of its row of dQ. So no code needs a limit or a new scale in
-// the loop. Weights below 2^-16 of the largest of their query are 0, as in a forward pass with P in E4M3.
+// Codes of P are those of exp(score - the query's largest score) times a factor of the query, 1 to 128. Codes of dS are
+// the same numbers times (dP - delta) * slope. The quantizer chooses the factor so that none exceeds 448. The rest of a
+// query's scale is in the codes of Q^T and dO^T, and in the factor of its row of dQ. So no code needs a limit or a new
+// scale in the loop. The smallest weights become 0, as in a forward pass with P in E4M3.
 //
 // Members of Cfg:
 //   int kHeadDim    64, 128 or 256
@@ -43,13 +43,12 @@ namespace greenfast {
 
 constexpr int kBackwardRows = 64;  // of a warpgroup, and queries of a QueryTable
 constexpr int kStoredKeys = 128;   // of a tile of the dQ kernel
-constexpr int kWeightBits = 7;     // log2 of the largest code of P
 constexpr int kNoUnit = -10000;    // the unit of codes that are all 0
 
 // Of 64 queries: the starts of the accumulators of S^T and dP^T, and what the queries share.
 struct QueryTable {
-  // In the order in which a thread of a quad loads them, see word_of. Of S: kMagicBits - (the query's largest score, in
-  // log2) / score_factor; of dP: kMagicBits - delta / (scale of dO's row * scale of V).
+  // In the order in which a thread of a quad loads them, see word_of. Of S: kMagicBits - (the query's largest score -
+  // log2 of the code of its weight) / score_factor; of dP: kMagicBits - delta / (scale of dO's row * scale of V).
   int score[kBackwardRows];
   int weight[kBackwardRows];
   float score_factor;        // scale of Q's int8 codes * scale of K * scale of the scores * log2(e)
@@ -69,7 +68,7 @@ struct BackwardParams {
   __nv_bfloat16 *dq, *dk, *dv;
   int group, q_len, kv_len;  // group: heads of Q that share a head of K and V
   int first_head;            // of K and V, of this launch
-  // Codes of dS: (heads of the launch, query tiles, stored_tiles) of a tile of kBackwardRows queries and keys each, as it is
+  // Codes of dS: (heads of the launch, query tiles, stored_tiles) of tiles of kBackwardRows queries and keys, as they are
   // in shared memory. See stored_key.
   unsigned char* ds;
   int stored_tiles;
@@ -225,20 +224,25 @@ __device__ __forceinline__ void split_pairs(const unsigned (&pairs)[8], unsigned
   }
 }
 
-// Changes the unit of a sum to that of the next codes. Codes whose unit is 2^60 times smaller become 0 instead: the sum
-// could overflow.
+// The unit of a sum, and the largest one so far, as exponents of 2.
+struct Unit {
+  int now = kNoUnit, largest = kNoUnit;
+};
+
+// Changes the unit of a sum to that of the next codes. If that is 2^60 times smaller than the largest one so far, the
+// codes become 0 instead: the sum could overflow.
 template <int kCount, int kSteps>
-__device__ __forceinline__ void change_unit(float (&acc)[kCount], int& unit, int next, unsigned (&codes)[kSteps][4]) {
-  if (next == unit || next == kNoUnit) return;
-  if (unit - next > 60) {
+__device__ __forceinline__ void change_unit(float (&acc)[kCount], Unit& unit, int next, unsigned (&codes)[kSteps][4]) {
+  if (next == unit.now || next == kNoUnit) return;
+  if (unit.largest - next > 60) {
 #pragma unroll
     for (int i = 0; i < 4 * kSteps; ++i) codes[i / 4][i % 4] = 0;
     return;
   }
-  const float factor = ptx::ex2(static_cast<float>(unit - next));
+  const float factor = ptx::ex2(static_cast<float>(unit.now - next));
 #pragma unroll
   for (int i = 0; i < kCount; ++i) acc[i] *= factor;
-  unit = next;
+  unit = {next, max(unit.largest, next)};
 }
 
 // Writes acc * factor to the rows below stop_row of a (rows, kHeadDim) tensor.
@@ -314,7 +318,7 @@ struct KeyGradients {
   static constexpr bool kStartsAtDelta = Cfg::kHeadDim <= 128;
 
   float dk[kWantsKeys ? Cfg::kHeadDim / 2 : 1], dv[kWantsValues ? Cfg::kHeadDim / 2 : 1];
-  int key_unit = kNoUnit, value_unit = kNoUnit;  // of dk and dv
+  Unit key_unit, value_unit;  // of dk and dv
 
   // Adds the tiles first_tile .. stop_tile - 1 of p.group heads of Q from `head` on, a head of this launch's dS.
   __device__ __forceinline__ void run(Storage& shared, const BackwardParams& params, const BackwardMask<Cfg>& mask,
@@ -378,7 +382,7 @@ struct KeyGradients {
       float bias[2];
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        bias[r] = 8 * r < padding ? fmaf(-kMagic, score_factor, static_cast<float>(kWeightBits)) : -CUDART_INF_F;
+        bias[r] = 8 * r < padding ? -kMagic * score_factor : -CUDART_INF_F;
       }
 #pragma unroll
       for (int i = 0; i < kScores; ++i) p[i] = ptx::ex2(fmaf(p[i], score_factor, bias[i / 2 % 2]));
@@ -539,12 +543,12 @@ struct KeyGradients {
     const long long first = static_cast<long long>(head) * p.kv_len * Cfg::kHeadDim;
     float factor[2];
     if constexpr (kWantsValues) {
-      factor[0] = factor[1] = dv_factor * ptx::ex2(static_cast<float>(value_unit));
+      factor[0] = factor[1] = dv_factor * ptx::ex2(static_cast<float>(value_unit.now));
       if constexpr (Cfg::kLengths) clear_rows(dv, factor, padding);
       store_gradient<Cfg::kHeadDim>(dv, factor, p.dv + first, first_key, p.kv_len);
     }
     if constexpr (kWantsKeys) {
-      factor[0] = factor[1] = dk_factor * ptx::ex2(static_cast<float>(key_unit));
+      factor[0] = factor[1] = dk_factor * ptx::ex2(static_cast<float>(key_unit.now));
       if constexpr (Cfg::kLengths) clear_rows(dk, factor, padding);
       store_gradient<Cfg::kHeadDim>(dk, factor, p.dk + first, first_key, p.kv_len);
     }
