@@ -126,8 +126,8 @@ def test_quantized_inputs_are_kept() -> None:
 def test_the_ada_kernel(precision: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Codes by PyTorch with one scale per head, and the Ada kernel, which a Hopper GPU can run."""
 
-    def of_heads(target: object, head_dim: int, dtype: torch.dtype, precision: str, mask: int, *, lse: bool) -> object:
-        return replace(build_config(head_dim, dtype, precision, False, "head"), mask=Mask(mask), log_sum_exp=lse)
+    def of_heads(target: object, head_dim: int, dtype: torch.dtype, precision: str, mask: int, *, stats: int) -> object:
+        return replace(build_config(head_dim, dtype, precision, False, "head"), mask=Mask(mask), log_sum_exp=stats > 0)
 
     monkeypatch.setattr(cuda, "choose_kernel", lambda target, config, sizes: Choice("ada", "wanted"))
     monkeypatch.setattr(cuda, "build_sdpa_config", of_heads)

@@ -17,7 +17,6 @@ from torch import Tensor
 
 import greenfast
 from greenfast.flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
-from greenfast.kernels import HEAD_DIMS
 from greenfast.kernels.attention.config import KEY_ORDER
 from greenfast.kernels.serving import attention
 from greenfast.numerics import serving as reference
@@ -35,7 +34,7 @@ SCORES = 5e-3
 @pytest.fixture
 def _wide_tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Row tiles of prompts are wide, though the tests' batches are too small to fill a GPU with them."""
-    monkeypatch.setattr(attention, "_NARROW_ROW_TIME", dict.fromkeys(HEAD_DIMS, math.inf))
+    monkeypatch.setattr(attention, "_NARROW_ROW_TIME", dict.fromkeys(attention._NARROW_ROW_TIME, math.inf))
     forget_launches()
     yield
     forget_launches()
