@@ -254,6 +254,26 @@ def test_gradients_that_fall_from_tile_to_tile() -> None:
         check(got[..., :128, :], wanted[..., :128, :])
 
 
+def test_the_heads_of_a_launch() -> None:
+    """The second head of K alone gives the bits of a launch of both. Its dS is the first of its buffer."""
+    q, k, v, g = draw(4, 2, 70, 200, 64)
+    out, stats, _ = attend([q, k, v, g], causal=True)
+    codes = quantized_backward.encode(q, k, v, out.bfloat16(), stats.float(), g, 64**-0.5)
+    wanted = compute_gradients(codes, 70, 200, backward.CAUSAL)
+    sizes, part = (4, 2, 70, 200, backward.CAUSAL, 1), backward.HeadRange(1, 2)
+    buffers = {name: x.numpy() for name, x in codes.items()}
+    specs = {name: OutputSpec((2, 200, 64), "uint16") for name in ("dk", "dv")}
+    specs["ds"] = OutputSpec(backward.stored_shape(2, 70, 200, backward.CAUSAL), "uint8")
+    of_keys, of_queries = backward.KEYS_TILINGS[64][0], backward.QUERIES_TILINGS[64]
+    keys = backward.keys_kernel(of_keys, backward.CAUSAL), backward.keys_launch(of_keys, *sizes, part)
+    queries = backward.queries_kernel(of_queries, backward.CAUSAL), backward.queries_launch(of_queries, *sizes, part)
+    emulate(*keys, buffers, specs, specs)
+    emulate(*queries, buffers, {"dq": OutputSpec((4, 70, 64), "uint16")}, {"dq"})
+    for name, head, both in zip(("dq", "dk", "dv"), (2, 1, 1), wanted, strict=True):
+        found = torch.from_numpy(buffers[name]).view(torch.bfloat16).double()
+        assert torch.equal(found[head:], both[0, head:])
+
+
 def test_differences_beyond_the_range_of_an_accumulator() -> None:
     """At head dim 256 dP of outliers of both signs, and so dP - delta, exceeds 2^22 in units of the codes."""
     dim = 256

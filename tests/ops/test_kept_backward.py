@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import greenfast
+from greenfast.kernels.attention import backward as backward_kernels
 from greenfast.ops import cuda, masked, quantized_backward, reference, routing, torch_ops
 from tests.ops.gradient_cases import Sizes, case
 from tests.ops.launched import PretendedGpu
@@ -255,6 +256,20 @@ def test_what_a_training_step_launches(gpu: PretendedGpu, head_dim: int, launche
         grads = quantized_backward.sdpa_kept_backward(torch.randn_like(q), *tensors, *kept, 1, 0.1)
         assert [x.shape for x in grads] == [x.shape for x in tensors]
         assert len(gpu.launched()) == counts[1]
+
+
+def test_heads_that_share_memory_for_ds(gpu: PretendedGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One head of K in each launch, whose dS has no room for two; and none at all."""
+    q, k, v = torch.randn(2, 4, 310, 64).bfloat16(), *torch.randn(2, 2, 2, 200, 64).bfloat16()
+    kept = cuda.sdpa_kept(q, k, v, "int8", 1, 0.1, 8)
+    of_head = backward_kernels.stored_bytes(2, 310, 200, backward_kernels.CAUSAL)
+    monkeypatch.setattr(backward_kernels, "MOST_STORED_BYTES", 2 * of_head - 1)
+    gpu.launched()
+    quantized_backward.sdpa_kept_backward(torch.randn_like(q), q, k, v, *kept, 1, 0.1)
+    assert len(gpu.launched()) == 3 + 2 * 4
+    monkeypatch.setattr(backward_kernels, "MOST_HEAD_BYTES", of_head - 1)
+    with pytest.raises(NotImplementedError, match=f"dS takes {of_head} bytes for one head of key"):
+        quantized_backward.sdpa_kept_backward(torch.randn_like(q), q, k, v, *kept, 1, 0.1)
 
 
 @pytest.mark.parametrize(

@@ -332,8 +332,18 @@ def _make_plan(
 
 
 def allocate_ds(codes: dict[str, Tensor], q_len: int, kv_len: int, mask: kernels.BackwardMask) -> Tensor:
-    """Allocate the codes of dS of as many heads as a launch has (kernels/attention/backward.py)."""
+    """Allocate the codes of dS of as many heads as a launch has (kernels/attention/backward.py).
+
+    Raises NotImplementedError for more than MOST_HEAD_BYTES of one head: a compiled graph for any length is routed
+    without knowing the length.
+    """
     heads, kv_heads = len(codes["q"]), len(codes["k"])
+    of_head = kernels.stored_bytes(heads // kv_heads, q_len, kv_len, mask)
+    if of_head > kernels.MOST_HEAD_BYTES:
+        raise NotImplementedError(
+            f'backward="8bit": dS takes {of_head} bytes for one head of key, and may take '
+            f'{kernels.MOST_HEAD_BYTES >> 30} GiB; backward="16bit" has none'
+        )
     part = kernels.split_heads(heads, kv_heads, q_len, kv_len, mask)[0]
     count = (part.stop - part.first) * heads // kv_heads
     return codes["q"].new_empty(kernels.stored_shape(count, q_len, kv_len, mask))

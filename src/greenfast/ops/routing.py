@@ -14,6 +14,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from greenfast.kernels import HEAD_DIMS
+from greenfast.kernels.attention.backward import MOST_HEAD_BYTES
 from greenfast.ops import routing_rules, torch_ops
 from greenfast.ops.arguments import (
     MASKED_ON_HOPPER,
@@ -64,8 +65,6 @@ NONE = "none"  # there is nothing to compute
 LONG_BACKWARD = 4096
 #: Keys of the narrowest window for which that was measured.
 WIDE_WINDOW = 1024
-#: The most bytes of dS of one head of K in the backward pass in 8 bits: one for each query of its heads of Q and key.
-MOST_DS_BYTES = 2**33
 #: The backward passes that keep the forward pass, as "auto" tries them: the faster one first (docs/training.md).
 KEPT_BACKWARDS = ("8bit", "16bit_kept")
 _KEPT_REASONS = {
@@ -273,14 +272,14 @@ def _find_kept_obstacle(
 
 
 def _find_large_ds(query: Tensor, key: Tensor, window: int | None) -> str:
-    """Return that a call needs more than MOST_DS_BYTES, or an empty string. window: the most keys of a query."""
+    """Return that a call needs more than MOST_HEAD_BYTES, or an empty string. window: the most keys of a query."""
     (_, heads, q_len, _), (kv_heads, kv_len) = query.shape, key.shape[1:3]
     keys = kv_len if window is None else min(kv_len, window)
-    if not is_certain(heads // kv_heads * q_len * keys > MOST_DS_BYTES):
+    if not is_certain(heads // kv_heads * q_len * keys > MOST_HEAD_BYTES):
         return ""
     return (
         f"dS takes {heads // kv_heads} x {q_len} x {keys} bytes for one head of key, and may take "
-        f"{MOST_DS_BYTES >> 30} GiB; backward passes in 16 bits have none"
+        f"{MOST_HEAD_BYTES >> 30} GiB; backward passes in 16 bits have none"
     )
 
 

@@ -35,6 +35,8 @@ STORED_KEYS = 128
 #: Bytes of dS in a launch of several heads of K. At the end of a larger launch a smaller share of the work is left to
 #: few multiprocessors.
 MOST_STORED_BYTES = 2**30
+#: The most bytes of dS of one head of K: one for each query of its heads of Q and key. Larger calls are refused.
+MOST_HEAD_BYTES = 2**33
 #: Of 16 keys, that of each byte of dS and K^T: pairs of the keys that are 8 apart.
 PAIR_ORDER = tuple(key for i in range(8) for key in (i, i + 8))
 _ALIGNMENT = 1024
