@@ -67,7 +67,8 @@ def test_every_rung_builds_inside_its_budget_with_what_it_promises(
 
 def test_each_vector_width_has_a_shape() -> None:
     def width(rung: str, dims: dict[str, int]) -> int:
-        source = FAMILY.kernel(CONFIG.rung_variant(CONFIG.rung(rung)).values, "fp16", dims).source
+        (step,) = FAMILY.program(CONFIG.rung_variant(CONFIG.rung(rung)).values, "fp16", dims).steps
+        source = step.kernel.source
         (found,) = re.findall(r"kVector = (\d);", source)
         return int(found)
 
@@ -83,12 +84,14 @@ def test_each_vector_width_has_a_shape() -> None:
 
 def test_a_block_has_the_threads_that_its_bounds_promise() -> None:
     for rung in CONFIG.rungs:
-        source = FAMILY.kernel(CONFIG.rung_variant(rung).values, "fp16", SHAPES["small"])
+        (step,) = FAMILY.program(CONFIG.rung_variant(rung).values, "fp16", SHAPES["small"]).steps
+        source = step.kernel
         lanes = 32 if rung.toggles else 1
         assert source.block == (32 * lanes, 1, 1)
         assert compile_kernel(source, Target("sm_90a")).resources.smem_bytes == 0
     toggles = CONFIG.toggle_values({})
-    assert [FAMILY.launch(toggles, "fp16", {"R": r, "C": 4}).grid[0] for r in (1, 32, 33, 64, 65)] == [1, 1, 2, 2, 3]
+    programs = [FAMILY.program(toggles, "fp16", {"R": rows, "C": 4}) for rows in (1, 32, 33, 64, 65)]
+    assert [program.steps[0].launch.grid[0] for program in programs] == [1, 1, 2, 2, 3]
 
 
 @pytest.mark.parametrize(
@@ -102,7 +105,7 @@ def test_a_block_has_the_threads_that_its_bounds_promise() -> None:
 def test_what_makes_no_kernel_is_refused(fmt: str, dims: dict[str, int], instrumented: bool, message: str) -> None:
     toggles = CONFIG.toggle_values({})
     with pytest.raises(UsageError, match=message):
-        FAMILY.kernel(toggles, fmt, dims, instrumented=instrumented)
+        FAMILY.program(toggles, fmt, dims, instrumented=instrumented)
 
 
 @pytest.mark.gpu
