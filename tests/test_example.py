@@ -21,6 +21,7 @@ from greenfast.judge.record_schema import Record
 from greenfast.judge.task import TaskConfig, load, load_task
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import UsageError
+from greenfast.spec.kernel import render_program
 from tests.fakes import emulate_here, import_families_here
 
 ROOT = Path(__file__).parents[1]
@@ -67,7 +68,7 @@ def test_every_rung_builds_inside_its_budget_with_what_it_promises(
 
 def test_each_vector_width_has_a_shape() -> None:
     def width(rung: str, dims: dict[str, int]) -> int:
-        (step,) = FAMILY.program(CONFIG.rung_variant(CONFIG.rung(rung)).values, "fp16", dims).steps
+        (step,) = render_program(FAMILY, CONFIG.rung_variant(CONFIG.rung(rung)).values, "fp16", dims).steps
         source = step.kernel.source
         (found,) = re.findall(r"kVector = (\d);", source)
         return int(found)
@@ -84,13 +85,13 @@ def test_each_vector_width_has_a_shape() -> None:
 
 def test_a_block_has_the_threads_that_its_bounds_promise() -> None:
     for rung in CONFIG.rungs:
-        (step,) = FAMILY.program(CONFIG.rung_variant(rung).values, "fp16", SHAPES["small"]).steps
+        (step,) = render_program(FAMILY, CONFIG.rung_variant(rung).values, "fp16", SHAPES["small"]).steps
         source = step.kernel
         lanes = 32 if rung.toggles else 1
         assert source.block == (32 * lanes, 1, 1)
         assert compile_kernel(source, Target("sm_90a")).resources.smem_bytes == 0
     toggles = CONFIG.toggle_values({})
-    programs = [FAMILY.program(toggles, "fp16", {"R": rows, "C": 4}) for rows in (1, 32, 33, 64, 65)]
+    programs = [render_program(FAMILY, toggles, "fp16", {"R": rows, "C": 4}) for rows in (1, 32, 33, 64, 65)]
     assert [program.steps[0].launch.grid[0] for program in programs] == [1, 1, 2, 2, 3]
 
 
@@ -105,7 +106,7 @@ def test_a_block_has_the_threads_that_its_bounds_promise() -> None:
 def test_what_makes_no_kernel_is_refused(fmt: str, dims: dict[str, int], instrumented: bool, message: str) -> None:
     toggles = CONFIG.toggle_values({})
     with pytest.raises(UsageError, match=message):
-        FAMILY.program(toggles, fmt, dims, instrumented=instrumented)
+        render_program(FAMILY, toggles, fmt, dims, instrumented=instrumented)
 
 
 @pytest.mark.gpu
