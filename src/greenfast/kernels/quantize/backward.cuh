@@ -612,9 +612,8 @@ __device__ __forceinline__ void encode_backward(const BackwardInputs& p, const B
       codes.row_factors[first_of_head + rows.row[r]] = weights[r] * scales[r] * of_rows;
       const float start = (top[r] - shared.mean_score[i] * (p.softmax_scale * kLog2e)) / score_factor;
       if (weights[r] > 0.0f) score = kMagicBits - __float2int_rn(fminf(fmaxf(start, -kRange), kRange));
-      if (row_max[r] > 0.0f) {
-        weight = kMagicBits - __float2int_rn(fminf(fmaxf(shared.delta[i] / (scales[r] * v_scale), -kRange), kRange));
-      }
+      // Without a gradient delta is 0.
+      weight = kMagicBits - __float2int_rn(fminf(fmaxf(shared.delta[i] / (scales[r] * v_scale), -kRange), kRange));
     }
     table.score[QueryTable::word_of(in_table)] = score;
     table.weight[QueryTable::word_of(in_table)] = weight;
