@@ -39,6 +39,8 @@ _family = import_file(Path(__file__).with_name("family.py"))
 _MAGIC_BITS, _MAGIC = 0x4B400000, 1.5 * 2.0**23
 #: Half a step of E4M3: relative, and of numbers below 2^-6 absolute.
 _STEP, _SMALLEST = 2.0**-4, 2.0**-10
+#: The largest number of E4M3.
+_LARGEST = 448.0
 #: Sums by the tensor cores, and in float32.
 _SUMS = E4M3_SUM + 2.0**-14
 #: An exponent is a product with a factor of the scores, plus numbers below 256, rounded up to three times.
@@ -173,12 +175,15 @@ def compute_from_codes(d: Mapping[str, int], codes: Mapping[str, Tensor]) -> tup
     hidden = _hidden(d, _get_length(d, codes))
     exponent = (q @ k.mT + starts[0].unsqueeze(-1)) * factor
     p = torch.exp2(exponent.masked_fill(hidden, -math.inf))
-    ds = p * (grad @ v.mT + starts[1].unsqueeze(-1)) * slope
+    # Rounding saturates: where scores are so large that int8 moves them beyond the row's largest score, P exceeds 448.
+    ds = (p * (grad @ v.mT + starts[1].unsqueeze(-1)) * slope).clamp(-_LARGEST, _LARGEST)
+    error_of_ds = _DIFFERENCE * (p * slope).clamp(max=_LARGEST)
+    p = p.clamp(max=_LARGEST)
     exact = [by_query * (ds @ k_t), by_key * _sum_heads(ds.mT @ q_t), by_value * _sum_heads(p.mT @ grad_t)]
 
     relative = _STEP + _SUMS + _EX2 + torch.expm1(math.log(2) * _EXPONENT * (_MAGIC * factor + 256))
     smallest = _SMALLEST * ~hidden  # numbers below 2^-6 have an absolute error
-    error_of_p, error_of_ds = relative * p + smallest, relative * ds.abs() + _DIFFERENCE * p * slope + smallest
+    error_of_p, error_of_ds = relative * p + smallest, relative * ds.abs() + error_of_ds + smallest
     bound = [
         by_query * (error_of_ds @ k_t.abs()),
         by_key * _sum_heads(error_of_ds.mT @ q_t.abs()),
