@@ -61,7 +61,7 @@ def of_solution(asked: Request, mine: Path, **fields: Any) -> Sources:
     return Sources(space_of(solution="mine.cu", **fields), mine, asked, mine.parent / "work")
 
 
-def source_of(implementation: Implementation) -> str:
+def read_source(implementation: Implementation) -> str:
     return render_program(implementation.family, {}, "fp32", {"N": 100}).steps[0].kernel.source
 
 
@@ -84,7 +84,7 @@ def test_candidates_are_of_the_solution_that_the_search_began_with(asked: Reques
     assert sources.digest() == before
     assert "2.0f" in sources.texts()["body"].text
     implementation = sources.implementation(Candidate(parameters={"THREADS": 64}))
-    assert "2.0f" in source_of(implementation)
+    assert "2.0f" in read_source(implementation)
 
 
 def test_an_edit_replaces_its_region_alone(asked: Request, mine: Path) -> None:
@@ -93,11 +93,11 @@ def test_an_edit_replaces_its_region_alone(asked: Request, mine: Path) -> None:
     implementation = sources.implementation(
         Candidate(parameters={}, edits=(Edit("body", "  if (i < n) y[i] = x[i] + x[i];"),))
     )
-    source = source_of(implementation)
+    source = read_source(implementation)
     assert "x[i] + x[i];\n  // end: body" in source
     assert "2.0f" not in source
     whole = sources.implementation(Candidate(parameters={}, edits=(Edit("all", SOLUTION.replace("2.0f", "3.0f")),)))
-    assert "3.0f" in source_of(whole)
+    assert "3.0f" in read_source(whole)
 
 
 @pytest.mark.parametrize(
@@ -233,7 +233,7 @@ def test_an_edit_includes_headers_and_what_stood_there(asked: Request, mine: Pat
     sources = of_solution(asked, mine, regions=REGIONS)
     more = '#include <cuda_fp16.h>\n#include "common/formats.cuh"  // why\n#include <cuda/std/type_traits>\n'
     implementation = sources.implementation(Candidate(parameters={}, edits=(Edit("all", old + more),)))
-    assert more in source_of(implementation)
+    assert more in read_source(implementation)
 
 
 def test_an_edit_of_greenfasts_own_kernels(asked: Request, tmp_path: Path) -> None:

@@ -529,7 +529,7 @@ def _masked_kept_fake(
 
 
 def _masked_kept_backward_cpu(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, stats: Tensor, key_mean: Tensor,
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, row_stats: Tensor, key_mean: Tensor,
     kv_lengths: Tensor | None, kv_rows: Tensor | None, alignment: int, window_left: int, window_right: int,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
@@ -559,7 +559,7 @@ torch_ops.define_operator(
 )  # fmt: skip
 autograd.register(torch_ops.LIBRARY, "masked_kept", None, "masked_kept_backward", keeps=True)
 torch_ops.define_operator(
-    "masked_kept_backward", "(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor out, Tensor stats, "
+    "masked_kept_backward", "(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor out, Tensor row_stats, "
     f"Tensor key_mean, {_KEPT_ARGUMENTS}) -> (Tensor, Tensor, Tensor)", _masked_kept_backward_cpu,
     _masked_kept_backward_gpu, torch_ops.infer_gradients,
 )  # fmt: skip

@@ -21,7 +21,7 @@ from greenfast.ops.reference import build_rotation
 
 _LOG2_E = math.log2(math.e)
 _INT8_MAX, _E4M3_MAX = 127.0, 448.0
-#: Of codes of dS whose weight has the code 1 and whose difference is the bound.
+#: The code of dS for a weight with the code 1 and a difference as large as the bound.
 _LARGEST_SLOPE = 224.0
 #: Float bits of 1.5 * 2^23. If an integer accumulator starts there, its bits as a float are that number plus the sum.
 _MAGIC_BITS = 0x4B400000
@@ -76,7 +76,7 @@ def encode(
     norm = (rotated_g / (g_max * _INT8_MAX).unsqueeze(-1)).norm(dim=-1) / head_dim**0.5
     log2_weight = ((score_max - lse) * _LOG2_E).clamp(max=0.0)
     exponent = _get_weight_exponent(log2_weight, norm)
-    # What a code 1 of P stands for, times the scale of dO.
+    # The weight with the code 1, times the scale of dO.
     row_scale = torch.exp2(log2_weight - exponent).mul(g_scale).where(has_weights | undefined, 0.0)
 
     def expand(x: Tensor) -> Tensor:
@@ -340,10 +340,7 @@ def allocate_ds(codes: dict[str, Tensor], q_len: int, kv_len: int, mask: kernels
     heads, kv_heads = len(codes["q"]), len(codes["k"])
     of_head = kernels.stored_bytes(heads // kv_heads, q_len, kv_len, mask)
     if of_head > kernels.MOST_HEAD_BYTES:
-        raise NotImplementedError(
-            f'backward="8bit": dS takes {of_head} bytes for one head of key, and may take '
-            f'{kernels.MOST_HEAD_BYTES >> 30} GiB; backward="16bit" has none'
-        )
+        raise NotImplementedError(f'backward="8bit": {kernels.describe_excess(of_head)}')
     part = kernels.split_heads(heads, kv_heads, q_len, kv_len, mask)[0]
     count = (part.stop - part.first) * heads // kv_heads
     return codes["q"].new_empty(kernels.stored_shape(count, q_len, kv_len, mask))

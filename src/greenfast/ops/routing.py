@@ -14,7 +14,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from greenfast.kernels import HEAD_DIMS
-from greenfast.kernels.attention.backward import MOST_HEAD_BYTES
+from greenfast.kernels.attention.backward import MOST_HEAD_BYTES, BackwardMask, describe_excess, stored_bytes
 from greenfast.ops import routing_rules, torch_ops
 from greenfast.ops.arguments import (
     MASKED_ON_HOPPER,
@@ -274,13 +274,9 @@ def _find_kept_obstacle(
 def _find_large_ds(query: Tensor, key: Tensor, window: int | None) -> str:
     """Return that a call needs more than MOST_HEAD_BYTES, or an empty string. window: the most keys of a query."""
     (_, heads, q_len, _), (kv_heads, kv_len) = query.shape, key.shape[1:3]
-    keys = kv_len if window is None else min(kv_len, window)
-    if not is_certain(heads // kv_heads * q_len * keys > MOST_HEAD_BYTES):
-        return ""
-    return (
-        f"dS takes {heads // kv_heads} x {q_len} x {keys} bytes for one head of key, and may take "
-        f"{MOST_HEAD_BYTES >> 30} GiB; backward passes in 16 bits have none"
-    )
+    mask = BackwardMask(shifts=None if window is None else (0, window - 1))
+    of_head = stored_bytes(heads // kv_heads, q_len, kv_len, mask)
+    return describe_excess(of_head) if is_certain(of_head > MOST_HEAD_BYTES) else ""
 
 
 def _find_unmeasured(query: Tensor, key: Tensor, masked: bool) -> str:

@@ -36,7 +36,7 @@ _SCHEMAS = {
     "sdpa_backward": f"(Tensor grad, {_INPUTS}, int causal, float scale) -> (Tensor, Tensor, Tensor)",
     "sdpa_kept": f"({_INPUTS}, str precision, int causal, float scale, int bits) -> (Tensor, Tensor, Tensor)",
     "sdpa_kept_backward": (
-        f"(Tensor grad, {_INPUTS}, Tensor out, Tensor stats, Tensor key_mean, int causal, float scale, int bits) "
+        f"(Tensor grad, {_INPUTS}, Tensor out, Tensor row_stats, Tensor key_mean, int causal, float scale, int bits) "
         "-> (Tensor, Tensor, Tensor)"
     ),
     "mean_scores": "(Tensor query, Tensor key_mean, bool rotated) -> Tensor",
@@ -142,16 +142,16 @@ def _sdpa_kept_cpu(
 
 
 def bound_scores(lse: Tensor) -> Tensor:
-    """Return two numbers of each row: the log-sum-exp twice, which bounds the largest score.
+    """Return two numbers of each row: the log-sum-exp twice, as it bounds the largest score.
 
-    For CPU tensors, whose gradients do not use them.
+    For CPU tensors: their gradients do not use these numbers.
     """
     return torch.stack([lse, lse], -1)
 
 
 def _sdpa_kept_backward_cpu(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, stats: Tensor, key_mean: Tensor, causal: int,
-    scale: float, bits: int,
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, row_stats: Tensor, key_mean: Tensor,
+    causal: int, scale: float, bits: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Compute ``torch.ops.greenfast.sdpa_kept_backward`` of CPU tensors: the exact gradients, in float32."""
     return reference.compute_gradients(grad, query, key, value, causal, scale)
@@ -179,8 +179,8 @@ def _sdpa_kept_fake(
 ) -> tuple[Tensor, Tensor, Tensor]:
     mean_shape = (*key.shape[:2], pad_head_dim_size(query.shape[3]))
     out, lse = infer_attention(query, key, value)
-    stats = lse.new_empty((*lse.shape, 2)) if bits == 8 else lse
-    return out, stats, query.new_empty(mean_shape, dtype=torch.float32)
+    row_stats = lse.new_empty((*lse.shape, 2)) if bits == 8 else lse
+    return out, row_stats, query.new_empty(mean_shape, dtype=torch.float32)
 
 
 def infer_gradients(

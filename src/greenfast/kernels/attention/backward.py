@@ -37,7 +37,7 @@ STORED_KEYS = 128
 MOST_STORED_BYTES = 2**30
 #: The most bytes of dS of one head of K: one for each query of its heads of Q and key. Larger calls are refused.
 MOST_HEAD_BYTES = 2**33
-#: Of 16 keys, that of each byte of dS and K^T: pairs of the keys that are 8 apart.
+#: The key of each byte of dS and K^T, in groups of 16: pairs of keys that are 8 apart.
 PAIR_ORDER = tuple(key for i in range(8) for key in (i, i + 8))
 _ALIGNMENT = 1024
 
@@ -47,8 +47,8 @@ class BackwardTiling:
     """Tiles of a backward kernel.
 
     head_dim: one of HEAD_DIMS. consumers: warpgroups, of 64 rows each. registers: of a consumer's thread and of a
-    producer's. outputs: "dk dv", "dk", "dv" or "dq". turns: whether the two warpgroups of dK and dV
-    issue their products in turn.
+    producer's. outputs: "dk dv", "dk", "dv" or "dq". turns: whether the two warpgroups of dK and dV issue their
+    products in turn.
     """
 
     head_dim: int
@@ -228,6 +228,19 @@ def stored_shape(heads: int, q_len: int, kv_len: int, mask: BackwardMask) -> tup
     return heads, -(-q_len // ROWS), keys // ROWS, ROWS * ROWS
 
 
+def stored_bytes(heads: int, q_len: int, kv_len: int, mask: BackwardMask) -> int:
+    """Return the bytes of dS."""
+    return math.prod(stored_shape(heads, q_len, kv_len, mask))
+
+
+def describe_excess(of_head: int) -> str:
+    """Say that dS of one head of K has more than MOST_HEAD_BYTES. of_head: its bytes."""
+    return (
+        f"dS takes {of_head} bytes for one head of key, and may take {MOST_HEAD_BYTES >> 30} GiB; backward passes in "
+        "16 bits have none"
+    )
+
+
 @dataclass(frozen=True)
 class HeadRange:
     """Heads of K and V, counted over the batch: ``first`` .. ``stop`` - 1."""
@@ -236,13 +249,11 @@ class HeadRange:
     stop: int
 
 
-def stored_bytes(heads: int, q_len: int, kv_len: int, mask: BackwardMask) -> int:
-    """Return the bytes of dS."""
-    return math.prod(stored_shape(heads, q_len, kv_len, mask))
-
-
 def split_heads(heads: int, kv_heads: int, q_len: int, kv_len: int, mask: BackwardMask) -> list[HeadRange]:
-    """Return the heads of each launch: as many as have MOST_STORED_BYTES of dS, but at least one, the largest first."""
+    """Return the heads of each launch: as many as have MOST_STORED_BYTES of dS, but at least one.
+
+    The last launch may have fewer heads than the others.
+    """
     most = max(1, MOST_STORED_BYTES // stored_bytes(heads // kv_heads, q_len, kv_len, mask))
     count = -(-kv_heads // -(-kv_heads // most))
     return [HeadRange(first, min(kv_heads, first + count)) for first in range(0, kv_heads, count)]

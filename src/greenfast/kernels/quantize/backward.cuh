@@ -512,7 +512,7 @@ __device__ __forceinline__ void encode_backward(const BackwardInputs& p, const B
   // dO. NaN or infinity in a row of dO, or in its log-sum-exp, makes the gradients of the table's queries NaN.
   const long long first_of_head = static_cast<long long>(head_index) * p.q_len;
   rows.template rotate<false>(grad, x);
-  // weights: what a code 1 of P stands for, 0 without a gradient. top: the score whose code is 1, in log2.
+  // weights: the weight with the code 1, 0 without a gradient. top: the score of that weight, in log2.
   float row_max[2], scales[2], weights[2], top[2];
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
