@@ -42,8 +42,10 @@ struct Softmax {
     }
   }
 
-  // Stores the chunk's row maxima and sums in shared memory. All lanes of a quad hold the same values.
+  // Stores the chunk's row maxima and sums in shared memory, after this warp's reads of the last chunk's and before its
+  // reads of these. All lanes of a quad store the same values.
   __device__ __forceinline__ void keep(RowStats& stats) const {
+    __syncwarp();
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       float total = sum[r] + __shfl_xor_sync(0xffffffffu, sum[r], 1);
@@ -51,6 +53,7 @@ struct Softmax {
       stats.max[thread_row() + 8 * r] = max[r];
       stats.sum[thread_row() + 8 * r] = total;
     }
+    __syncwarp();
   }
 
   // Maxima of a thread's two rows, if above the chunk's maxima so far. Uses integer max on the float bits, three

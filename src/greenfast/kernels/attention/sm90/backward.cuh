@@ -693,20 +693,20 @@ __device__ __forceinline__ void backward_queries(const BackwardParams& p, const 
   if (warpgroup == Cfg::kConsumers) {
     ptx::warpgroup_reg_dealloc<Cfg::kProducerRegisters>();
     if (threadIdx.x % 128 != 0) return;
+    const auto wants = [&](int w, int tile) {
+      return StoredTiles(mask, block_query + w * kBackwardRows, kBackwardRows).contains(tile);
+    };
     for (int tile = loaded.first; tile < loaded.stop; ++tile, ring.advance()) {
       const int s = ring.stage, key = tile * kStoredKeys;
       ptx::Mbarrier& full = shared.full[s];
       shared.empty[s].wait(ring.parity ^ 1);
       unsigned bytes = sizeof(shared.stages[s].k_t);
-      for (int w = 0; w < Cfg::kConsumers; ++w) {
-        const StoredTiles stored(mask, block_query + w * kBackwardRows, kBackwardRows);
-        if (stored.contains(tile)) bytes += sizeof(shared.stages[s].ds[w]);
-      }
+      for (int w = 0; w < Cfg::kConsumers; ++w) bytes += wants(w, tile) ? sizeof(shared.stages[s].ds[w]) : 0;
       full.arrive_expect(bytes);
       for (int w = 0; w < Cfg::kConsumers; ++w) {
-        const int query = block_query + w * kBackwardRows;
-        if (!StoredTiles(mask, query, kBackwardRows).contains(tile)) continue;
-        ptx::bulk_load(shared.stages[s].ds[w], stored_address(p, mask, stored_head, query / kBackwardRows, key),
+        const int row_tile = block_query / kBackwardRows + w;
+        if (!wants(w, tile)) continue;
+        ptx::bulk_load(shared.stages[s].ds[w], stored_address(p, mask, stored_head, row_tile, key),
                        sizeof(shared.stages[s].ds[w]), full);
       }
       ptx::tma_load_3d(shared.stages[s].k_t, k_t_map, full, key, 0, kv_head);
