@@ -43,7 +43,7 @@ from greenfast.spec.kernel import KernelSource, render_program
 from scripts.kept_records import render_index, split
 
 ROOT = Path(__file__).parents[1]
-COMPARED = ("evidence/operator-h200.json", "evidence/serving-h100.json")
+COMPARED = ("evidence/operator-h200.json", "evidence/serving-h200.json")
 EMULATED = "evidence/emulator-h200.json"
 
 

@@ -47,7 +47,7 @@ EMULATOR_PAGE, EMULATOR_RECORD = "docs/emulator-details.md", "evidence/emulator-
 #: Pages with the tables of a comparison: page, name of the block, record.
 COMPARED = (
     ("docs/operator-times.md", "operator", "evidence/operator-h200.json"),
-    ("docs/serving-times.md", "serving", "evidence/serving-h100.json"),
+    ("docs/serving-times.md", "serving", "evidence/serving-h200.json"),
 )
 OPERATOR_RECORD = COMPARED[0][2]
 ROUTING_RULES, ROUTING_RECORDS = "src/greenfast/ops/routing_rules.json", ("evidence/routing-h200.json", OPERATOR_RECORD)
