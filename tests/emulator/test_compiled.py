@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from greenfast.emulator.compiled import stretches
 from greenfast.emulator.grid import load_program, run_grid
 from greenfast.emulator.machine.epochs import INTERPRETED, SPANS, TAGS
 from greenfast.emulator.machine.faults import KernelFaultError
+from greenfast.spec.errors import MachineError
 from greenfast.spec.kernel import Launch
 from greenfast.spec.problem import OutputSpec
 from tests.emulator.hopper import wgmma
@@ -63,6 +65,13 @@ def run_both(monkeypatch: pytest.MonkeyPatch, run: Any) -> tuple[Any, Any]:
     with monkeypatch.context() as m:
         m.setattr(stretches, "is_available", lambda: False)
         return compiled, run()
+
+
+def test_a_broken_llvmlite_is_named(at_once: pytest.MonkeyPatch) -> None:
+    at_once.delitem(sys.modules, "greenfast.emulator.compiled.build", raising=False)
+    at_once.setitem(sys.modules, "llvmlite.binding", None)
+    with pytest.raises(MachineError, match="llvmlite is installed and cannot be imported"):
+        run_kernel(compile_bodies(list(PATTERNS.values())), "k0", 128, 0)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,9 @@ import numpy as np
 import pytest
 
 from greenfast.emulator.machine.faults import KernelFaultError
+from greenfast.emulator.machine.state import ResidentBlocks
+from greenfast.emulator.rerun import UninitFill
+from greenfast.spec.errors import UnsupportedError
 from tests.emulator.kernels import run
 
 X = np.arange(64, dtype=np.float32)
@@ -51,3 +54,36 @@ def test_a_value_that_matters_is_a_fault_with_its_line(use: str) -> None:
         KernelFaultError, match=r"nothing has written: byte 252 of 256 of shared memory \(s \+ 252\) at k\.cu:4"
     ):
         output(use)
+
+
+#: An instruction that the emulator does not know.
+UNKNOWN = 'long long r; asm volatile("stacksave.u64 %0;" : "=l"(r)); y[threadIdx.x] = r;'
+
+
+def test_an_unknown_instruction_after_the_read_is_named_instead() -> None:
+    with pytest.raises(UnsupportedError, match=r"stacksave\.u64 is not known to the emulator at k\.cu:5"):
+        output(f"y[threadIdx.x] = threadIdx.x == 63 ? 7.f : v; {UNKNOWN}")
+
+
+def test_a_read_that_decides_whether_an_unknown_instruction_runs_is_a_fault() -> None:
+    with pytest.raises(KernelFaultError, match="nothing has written: byte 252"):
+        output(f"y[threadIdx.x] = 0; if (threadIdx.x == 63 && v == 0.f) {{ {UNKNOWN} }}")
+
+
+@pytest.mark.parametrize("broken", [1, 3])
+def test_a_bug_of_the_emulator_in_a_further_run_is_no_fault_of_the_kernel(
+    broken: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = 0
+    begin = UninitFill.begin
+
+    def fail(fill: UninitFill, launch: int, machine: ResidentBlocks) -> None:
+        nonlocal runs
+        runs += 1
+        if runs == broken:
+            raise RuntimeError("no memory for the fill")
+        begin(fill, launch, machine)
+
+    monkeypatch.setattr(UninitFill, "begin", fail)
+    with pytest.raises(UnsupportedError, match="a bug in the emulator: RuntimeError: no memory for the fill"):
+        output("y[threadIdx.x] = threadIdx.x == 63 ? 7.f : v;")

@@ -35,7 +35,7 @@ from greenfast.emulator.program import Program
 from greenfast.emulator.ptx.inlining import inline_calls
 from greenfast.emulator.ptx.parser import parse
 from greenfast.emulator.ptx.syntax import Function, Module
-from greenfast.emulator.ptx.unsupported import internal_error
+from greenfast.emulator.ptx.unsupported import InternalError
 from greenfast.emulator.rerun import MemorySnapshot, UninitFill, accept_benign_race, rerun_with_fills
 from greenfast.emulator.result import GridResult
 from greenfast.emulator.scheduler import Scheduler
@@ -229,7 +229,7 @@ def run_chain(
             except GreenfastError:
                 raise
             except Exception as e:
-                raise internal_error(steps[0].entry if steps else "PyTorch", e) from e
+                raise InternalError(steps[0].entry if steps else "PyTorch", e) from e
 
     def attempt(around: Surroundings, later: Sequence[int] = ()) -> GridResult:
         def rerun(fill: UninitFill | RedundantLoads | None) -> GridResult:
@@ -484,7 +484,7 @@ class _Chain:
             if isinstance(e, GreenfastError):
                 raise
             i = machine.current
-            raise internal_error(f"{program.function.name} at {i.source or 'unknown line'} (in: {i.text})", e) from e
+            raise InternalError(f"{program.function.name} at {i.source or 'unknown line'} (in: {i.text})", e) from e
         if self.fill is not None:
             self.fill.end(number, machine)
         if self.by_phase:

@@ -27,11 +27,11 @@ from greenfast.emulator.machine.observed import NOTHING, Line, Observe, Observed
 from greenfast.emulator.program import Program
 from greenfast.emulator.ptx.names import demangle, read_shapes
 from greenfast.emulator.ptx.syntax import Module
-from greenfast.emulator.ptx.unsupported import internal_error
+from greenfast.emulator.ptx.unsupported import InternalError
 from greenfast.emulator.result import GridResult
 from greenfast.emulator.watches import insert_watches
 from greenfast.spec.arch import Target
-from greenfast.spec.errors import CompileError, GreenfastError, UnsupportedError, UsageError, unknown
+from greenfast.spec.errors import CompileError, GreenfastError, MachineError, UnsupportedError, UsageError, unknown
 from greenfast.spec.facts import FORMAL, Finding, KernelCounts, Resources
 from greenfast.spec.files import read_file
 from greenfast.spec.kernel import KernelSource, Launch
@@ -318,6 +318,7 @@ _ERRORS: dict[type[GreenfastError], tuple[str, str]] = {
     UnsupportedError: ("unsupported", "unsupported"),
     CompileError: ("error", "does-not-compile"),
     UsageError: ("error", "wrong-request"),
+    MachineError: ("unsupported", "unsupported"),
 }
 #: The line that a message of the compiler or about an instruction names.
 _LINE = re.compile(r"(?:^| at )([\w.-]+)(?::|\()(\d+)", re.MULTILINE)
@@ -478,7 +479,7 @@ def _load_program(request: KernelRequest, ptx: str, entry: str) -> tuple[Module,
         return load_program(ptx, entry)
     except (AssertionError, AttributeError, IndexError, KeyError, ValueError) as e:
         if not request.name.endswith(".ptx"):
-            raise internal_error(entry, e) from e
+            raise InternalError(entry, e) from e
         raise UsageError(f"{request.name}: {entry} cannot be read as PTX; is the file whole?") from None
 
 

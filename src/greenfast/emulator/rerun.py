@@ -12,6 +12,7 @@ from greenfast.emulator.machine.faults import KernelFaultError
 from greenfast.emulator.machine.memory import LEFT, UNWRITTEN, Bytes, GlobalMemory
 from greenfast.emulator.machine.redundant_loads import RedundantLoads
 from greenfast.emulator.machine.state import ResidentBlocks
+from greenfast.emulator.ptx.unsupported import InternalError, LimitError
 from greenfast.emulator.result import GridResult
 from greenfast.spec.errors import UnsupportedError
 
@@ -98,16 +99,40 @@ def rerun_with_fills(run: Callable[[UninitFill], GridResult]) -> GridResult | No
 
     Threads with unused results may branch on such values. Then counts differ, and more fill patterns are tried. The
     number of threads that execute stores, barriers and the like must be equal in all runs.
+
+    Raises InternalError, and UnsupportedError if no fill pattern avoids an unsupported instruction.
     """
     kinds = [UninitFill(fill) for fill in _FILLS]
+    results: list[GridResult] = []
     try:
-        first, *others = [run(garbage) for garbage in kinds]
-        others.append(run(UninitFill(0, kinds[0].after, outputs=kinds[0].memory)))
+        for fill in kinds:
+            results.append(run(fill))
+        results.append(run(UninitFill(0, kinds[0].after, outputs=kinds[0].memory)))
+        first, *others = results
         if not all(_instructions(first) == _instructions(other) for other in others):
             others += [run(UninitFill(fill)) for fill in _MORE_FILLS]
-    except (KernelFaultError, UnsupportedError):
+    except InternalError:
+        raise
+    except (KernelFaultError, LimitError):
+        return None
+    except UnsupportedError:
+        if not results and all(_is_unsupported(run, fill) for fill in kinds[1:]):
+            raise
         return None
     return first if all(_agree(first, other, _effects) for other in others) else None
+
+
+def _is_unsupported(run: Callable[[UninitFill], GridResult], fill: UninitFill) -> bool:
+    """Return whether a run ends at an unsupported instruction. Raises InternalError."""
+    try:
+        run(fill)
+    except InternalError:
+        raise
+    except UnsupportedError as e:
+        return not isinstance(e, LimitError)
+    except KernelFaultError:
+        return False
+    return False
 
 
 def accept_benign_race(run: Callable[[RedundantLoads], GridResult], fault: KernelFaultError) -> GridResult | None:
@@ -126,7 +151,9 @@ def accept_benign_race(run: Callable[[RedundantLoads], GridResult], fault: Kerne
                 for fill in _FILLS:
                     loads.fill = fill
                     others.append(run(loads))
-            except KernelFaultError:
+            except InternalError:
+                raise
+            except (KernelFaultError, UnsupportedError):  # without the poison value it ran to its end
                 continue
             if all(_agree(first, other) for other in others):
                 return first

@@ -30,6 +30,7 @@ from greenfast.emulator.machine.blocks import ThreadSet
 from greenfast.emulator.machine.epochs import INTERPRETED, TAGS, RestartCompiled
 from greenfast.emulator.machine.state import ResidentBlocks
 from greenfast.emulator.ptx.syntax import CLOCKS, Address, Function, Instruction, Special, Symbol, list_registers
+from greenfast.spec.errors import MachineError
 
 #: Opcodes that may be compiled (arithmetic.py).
 _REGISTERS = frozenset({
@@ -63,6 +64,17 @@ def is_available() -> bool:
     except importlib.metadata.PackageNotFoundError:
         return False
     return [int(n) for n in release[:2]] >= OLDEST_LLVMLITE
+
+
+def _import_build() -> Any:
+    """Import the compiler, only once it is needed: it loads LLVM. Raises MachineError for a broken llvmlite."""
+    try:
+        return importlib.import_module("greenfast.emulator.compiled.build")
+    except (ImportError, OSError) as e:
+        raise MachineError(
+            f"llvmlite is installed and cannot be imported ({e}): install it again, or uninstall it: without it the "
+            "emulator interprets all instructions"
+        ) from e
 
 
 @dataclass(eq=False)
@@ -346,7 +358,7 @@ class CompiledCode:
         if "shared" in stretch.loads and self._context.overlaps and not self._context.tags:
             self._record_tags()
         live = self.program.liveness.get_registers(stretch.end)
-        build = importlib.import_module("greenfast.emulator.compiled.build")  # only now: it loads LLVM
+        build = _import_build()
         try:
             stretch.code[sparse] = build.compile_stretch(
                 stretch.instructions,

@@ -17,7 +17,7 @@ from greenfast.emulator.machine.memory import UNWRITTEN, Bytes
 from greenfast.emulator.machine.observed import NOTHING, Observe
 from greenfast.emulator.machine.redundant_loads import RedundantLoads
 from greenfast.emulator.observer import Observer, add_launch
-from greenfast.emulator.ptx.unsupported import internal_error
+from greenfast.emulator.ptx.unsupported import InternalError
 from greenfast.emulator.rerun import UninitFill, accept_benign_race, rerun_with_fills
 from greenfast.emulator.result import GridResult
 from greenfast.spec.errors import GreenfastError
@@ -143,7 +143,7 @@ class ProgramLauncher:
             except GreenfastError:
                 raise
             except Exception as e:
-                raise internal_error(step.entry, e) from e
+                raise InternalError(step.entry, e) from e
 
     def _compare_orders(
         self, step: KernelLaunch, symbols: dict[str, int], saved: list[tuple[slice, Bytes, Bytes]]

@@ -29,7 +29,7 @@ from greenfast.emulator.machine.memory import (
 )
 from greenfast.emulator.ptx.names import describe_element
 from greenfast.emulator.ptx.syntax import Function, Instruction, Register, Vector
-from greenfast.spec.errors import UnsupportedError
+from greenfast.emulator.ptx.unsupported import LimitError
 from greenfast.spec.facts import FORMAL, Finding
 
 WARP = 32
@@ -172,9 +172,9 @@ class BlockState:
         fault.location = Location(i.source, i.text, block, thread, location)
         return fault
 
-    def limit(self, reason: str, lane: int) -> UnsupportedError:
+    def limit(self, reason: str, lane: int) -> LimitError:
         """Return the error for an emulator limit, at the current instruction of a thread."""
-        return UnsupportedError(str(self.fault(reason, lane)))
+        return LimitError(str(self.fault(reason, lane)))
 
     def report_formal(self, name: str, reason: str, lane: int) -> None:
         """Keep a formal finding of a thread. Raises KernelFaultError if formal findings end the run."""
