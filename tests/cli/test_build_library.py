@@ -82,15 +82,20 @@ def test_the_options_reach_the_kernels(
         return []
 
     default = {"target": "sm_90a", "log_sum_exp": False, "causal": (False, True), "lengths": warmup.LENGTHS}
-    default |= {"head_dims": (64, 128, 256), "dtypes": ("float16", "bfloat16"), "precisions": ("fp8", "int8")}
+    default |= {
+        "backward": (),
+        "head_dims": (64, 128, 256),
+        "dtypes": ("float16", "bfloat16"),
+        "precisions": ("fp8", "int8"),
+    }
     monkeypatch.setattr(warmup, "kernels_for", record)
     assert run_here(capsys, "build", "--library").code == 0
     assert calls.pop() == default
     options = ("--causal", "yes", "--head-dims", "72,128", "--dtypes", "bfloat16", "--precisions", "int8")
-    run_here(capsys, "build", "--library", *options, "--lengths", "64,300", "--log-sum-exp")
+    run_here(capsys, "build", "--library", *options, "--lengths", "64,300", "--log-sum-exp", "--backward", "8bit")
     assert calls.pop() == default | {
         "causal": (True,), "head_dims": [72, 128], "dtypes": ["bfloat16"], "precisions": ["int8"],
-        "lengths": [64, 300], "log_sum_exp": True,
+        "lengths": [64, 300], "log_sum_exp": True, "backward": ["8bit"],
     }  # fmt: skip
     run_here(capsys, "build", "--library", "--arch", "sm_90a,8.9", "--causal", "no")
     assert calls == [default | {"target": name, "causal": (False,)} for name in ("sm_90a", "sm_89")]

@@ -40,7 +40,7 @@ def sources(target: Target) -> Iterator[KernelSource]:
         dims = {"B": 2, "H": 4, "HK": 2, "S": 200, "KV": 70, "D": head_dim, "CAUSAL": causal}
         yield ada.kernel(read_dims(dims, fmt)[0])
     if target.name == HOPPER.name:
-        yield from warmup.kernels_for(target, log_sum_exp=True, precisions=tuple(PRECISIONS))
+        yield from warmup.kernels_for(target, log_sum_exp=True, backward=("8bit",), precisions=tuple(PRECISIONS))
         yield from _attention()
         yield from (kernel_of(e) for e in ENTRIES if e.kind == "cuda" and e.target == target.name)
 

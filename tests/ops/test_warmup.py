@@ -20,6 +20,7 @@ import torch
 
 from greenfast.device import cache
 from greenfast.device.compiler import CompiledKernel, compile_kernel
+from greenfast.kernels.attention import backward
 from greenfast.ops import warmup
 from greenfast.ops.cuda import build_attention_step, build_sdpa_config, build_sdpa_steps, get_sizes
 from greenfast.ops.warmup import kernels_for, warm
@@ -112,6 +113,36 @@ def test_the_options_leave_kernels_out() -> None:
         assert word in everything
         assert word not in texts(**{"log_sum_exp": True, option: value}), option
     assert "kLse = false" in everything, "inference as well as training"
+
+
+def test_training_finds_its_kernels_compiled() -> None:
+    """The forward kernels differ in what they write of each row; only those of 8 bits have backward kernels."""
+    common: dict[str, Any] = {"head_dims": [128], "dtypes": ["bfloat16"], "precisions": ["int8"], "lengths": [4096]}
+    inference = set(kernels_for(HOPPER, **common))
+    assert set(kernels_for(HOPPER, backward=["16bit"], **common)) == inference
+    assert set(kernels_for(HOPPER, backward=["16bit_kept"], **common)) == set(
+        kernels_for(HOPPER, log_sum_exp=True, **common)
+    )
+    trained = set(kernels_for(HOPPER, backward=["8bit"], **common)) - inference
+    shape = (4, 16, 4096, 128)
+    x = torch.empty(shape, dtype=torch.bfloat16, device="meta")
+    for causal, mask in enumerate((backward.FULL, backward.CAUSAL)):
+        config = build_sdpa_config(HOPPER, 128, x.dtype, "int8", causal, stats=2)
+        call = {step.source for step in build_sdpa_steps(x, x, x, config, 0.1, HOPPER)} - inference
+        assert trained.issuperset({*call, *backward.list_kernels(128, mask)})
+        assert any("kScoreMax = true" in source.source for source in call)
+
+
+def test_combinations_that_cannot_train_in_8_bits_are_named() -> None:
+    left_out: list[str] = []
+    kernels_for(HOPPER, head_dims=[72, 128], dtypes=["float16", "bfloat16"], precisions=["int8"], lengths=[300],
+                backward=["8bit"], left_out=left_out.append)  # fmt: skip
+    assert left_out == [
+        f'head dim {d}, {dtype}, int8, backward="8bit"'
+        for d, dtype in ((72, "float16"), (72, "bfloat16"), (128, "float16"))
+    ]
+    with pytest.raises(UsageError, match="unknown backward '4bit'; allowed: 16bit, 16bit_kept, 8bit"):
+        kernels_for(HOPPER, backward=["4bit"])
 
 
 def test_what_a_target_has_no_kernel_for_is_left_out_and_named() -> None:

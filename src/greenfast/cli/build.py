@@ -20,7 +20,7 @@ from greenfast.spec.arch import Target
 from greenfast.spec.errors import UsageError
 
 #: The options of ``greenfast build --library``: cli/library.py.
-_OF_LIBRARY = ("head_dims", "dtypes", "precisions", "causal", "log_sum_exp", "lengths")
+_OF_LIBRARY = ("head_dims", "dtypes", "precisions", "causal", "log_sum_exp", "backward", "lengths")
 _COUNTERS = ("cp_async", "ldsm", "hmma", "imma", "qmma", "hgmma", "qgmma", "mufu_ex2", "local_memory", "bar_sync")
 
 

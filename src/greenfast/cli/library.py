@@ -83,6 +83,7 @@ def run(args: argparse.Namespace) -> int:
             precisions=args.precisions or ("fp8", "int8"),
             causal=_CAUSAL[args.causal or "both"],
             log_sum_exp=args.log_sum_exp,
+            backward=args.backward or (),
             lengths=args.lengths or operator.LENGTHS,
             left_out=left_out.append,
         )

@@ -289,6 +289,9 @@ def build(parser: argparse.ArgumentParser) -> None:
         "--log-sum-exp", action="store_true", help="also the kernels that return the log-sum-exp, for return_lse"
     )
     of_calls.add_argument(
+        "--backward", type=words, metavar="A,B", help="also the kernels of training with backward=16bit_kept or 8bit"
+    )
+    of_calls.add_argument(
         "--lengths",
         type=numbers,
         metavar="N,...",

@@ -365,6 +365,15 @@ def encode_kernels(head_dim: int, *, lengths: bool = False) -> tuple[KernelSourc
     return tuple(render(*body, n) for body, n in zip(bodies, blocks, strict=True))
 
 
+def list_kernels(head_dim: int, mask: BackwardMask) -> tuple[KernelSource, ...]:
+    """Render all kernels of the backward pass of a call, in the order of their launches."""
+    return (
+        *encode_kernels(head_dim, lengths=mask.lengths),
+        *(keys_kernel(tiles, mask) for tiles in KEYS_TILINGS[head_dim]),
+        queries_kernel(QUERIES_TILINGS[head_dim], mask),
+    )
+
+
 def _encode_rows(head_dim: int) -> int:
     """Return the rows of a block of the quantizer. At 256 two warps share 16 rows, and two blocks have registers."""
     return 64 if head_dim == 256 else ROW_BLOCK
