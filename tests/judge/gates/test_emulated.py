@@ -115,7 +115,7 @@ def test_of_a_slow_case_some_blocks_run() -> None:
 
 
 def test_a_drawn_case_shows_what_the_tasks_own_hides() -> None:
-    """Reads whole units of 16 bytes: of 4,000 bytes all is right. After the fault the side runs no further."""
+    """Reads whole units of 16 bytes: of 4,000 bytes all is right. Each case has a result of its own."""
     task, target = doubling(), Target("sm_90a")
     found = find_solution(KERNELS["memory"]["bulk_copy_rounded_up"].path)
     implementation = build_solution_implementation(task, found, target)
@@ -129,4 +129,4 @@ def test_a_drawn_case_shows_what_the_tasks_own_hides() -> None:
         results = runs.results()
     assert isinstance(results["candidate", 0], RunResult)
     assert "bulk read out of bounds" in str(results["candidate", 1])
-    assert set(results) == {("candidate", 0), ("candidate", 1)}
+    assert "bulk read out of bounds" in str(results["candidate", 2])

@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -17,7 +18,7 @@ from functools import lru_cache
 from greenfast.device.compiler import CompiledKernel
 from greenfast.device.machine_code import disassemble, find_unawaited_stores
 from greenfast.device.memory_check import MAX_BYTES
-from greenfast.device.session import RunResult, same_bits
+from greenfast.device.session import Executable, RunResult, same_bits
 from greenfast.device.worker import UnsupportedByDeviceError, Worker, WorkerError
 from greenfast.emulator.pending_at_exit import find_unawaited
 from greenfast.judge.implementation import BuiltSide
@@ -110,9 +111,9 @@ _SAMPLE = 4
 
 
 class EmulatedRuns:
-    """Runs of cases on the emulator, one process per implementation. Use as a context manager; it ends them.
+    """Runs of cases on the emulator, each in a process of its own, as many at once as there are processors.
 
-    An implementation skips the shapes that it does not support, and all cases after one that ended its process. If a
+    Use as a context manager; it ends the processes. An implementation skips the shapes that it does not support. If a
     case takes too long, a few of its blocks run alone, and their faults count.
     """
 
@@ -122,56 +123,53 @@ class EmulatedRuns:
         self.case_plans = tuple(case_plans)
         self._make_worker = make_worker
         self._sides = [side for side in sides if any(case_plan.shape.name in side.programs for case_plan in case_plans)]
-        self._workers = {side.role: make_worker() for side in self._sides}
-        self._threads = {side.role: ThreadPoolExecutor(1) for side in self._sides}
-        self._failed: set[str] = set()
-        self._started: dict[tuple[str, int], Future[RunResult | WorkerError | None]] = {}
+        self._pool = ThreadPoolExecutor(len(os.sched_getaffinity(0)))
+        self._started: dict[tuple[str, int], Future[RunResult | WorkerError]] = {}
+        self._workers: list[Worker] = []
+        self._closed = False
 
     def __enter__(self) -> EmulatedRuns:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for worker in self._workers.values():
+        self._closed = True
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        for worker in self._workers:
             worker.close()
-        for thread in self._threads.values():
-            thread.shutdown(wait=True, cancel_futures=True)
+        self._pool.shutdown(wait=True)
 
     def start(self, case_plan: CasePlan, case: Case) -> None:
-        """Queue a case. Cases of one implementation run in the background, one after the other."""
+        """Queue a case of each implementation. It runs in the background."""
         for side in self._sides:
             if case_plan.shape.name in side.programs:
                 key = side.role, self.case_plans.index(case_plan)
-                self._started[key] = self._threads[side.role].submit(self._run, side, case_plan, case)
+                self._started[key] = self._pool.submit(self._run, side.executable(case_plan.shape.name), case)
 
     def results(self) -> Mapping[tuple[str, int], RunResult | WorkerError]:
         """Wait for all cases. Return the results by role and index of the case plan."""
-        results = {key: run.result() for key, run in self._started.items()}
-        return {key: result for key, result in results.items() if result is not None}
+        return {key: run.result() for key, run in self._started.items()}
 
-    def _run(self, side: BuiltSide, case_plan: CasePlan, case: Case) -> RunResult | WorkerError | None:
-        if side.role in self._failed:
-            return None
+    def _start_worker(self) -> Worker:
+        worker = self._make_worker()
+        self._workers.append(worker)
+        if self._closed:
+            worker.close()
+        return worker
+
+    def _run(self, executable: Executable, case: Case) -> RunResult | WorkerError:
         try:
-            return self._workers[side.role].run(side.executable(case_plan.shape.name), case, _REPEATS)
+            with self._start_worker() as worker:
+                return worker.run(executable, case, _REPEATS)
         except UnsupportedByDeviceError as e:
-            if not e.ended:
-                return e
-            self._failed.add(side.role)
-            return self._sample(side, case_plan, case, e)
+            return self._sample(executable, case, e) if e.ended else e
         except WorkerError as e:
-            if e.ended:
-                self._failed.add(side.role)
             return e
 
-    def _sample(
-        self, side: BuiltSide, case_plan: CasePlan, case: Case, timeout: UnsupportedByDeviceError
-    ) -> WorkerError:
+    def _sample(self, executable: Executable, case: Case, timeout: UnsupportedByDeviceError) -> WorkerError:
         """Run a few blocks alone. Return their fault, else the timeout of the launch with the number of blocks."""
-        executable = side.executable(case_plan.shape.name)
-        self._workers[side.role].close()
-        self._workers[side.role] = worker = self._make_worker()
         try:
-            count = worker.sample(executable, case, _SAMPLE)
+            with self._start_worker() as worker:
+                count = worker.sample(executable, case, _SAMPLE)
         except UnsupportedByDeviceError as e:
             return UnsupportedByDeviceError(f"{timeout}; nor was a part of it run: {e}", ended=True)
         except WorkerError as e:
