@@ -18,7 +18,7 @@ from greenfast.emulator.compiled import stretches
 from greenfast.emulator.grid import load_program, run_grid
 from greenfast.emulator.machine.epochs import INTERPRETED, SPANS, TAGS
 from greenfast.emulator.machine.faults import KernelFaultError
-from greenfast.spec.errors import MachineError
+from greenfast.spec.errors import MachineError, UnsupportedError
 from greenfast.spec.kernel import Launch
 from greenfast.spec.problem import OutputSpec
 from tests.emulator.hopper import wgmma
@@ -72,6 +72,13 @@ def test_a_broken_llvmlite_is_named(at_once: pytest.MonkeyPatch) -> None:
     at_once.setitem(sys.modules, "llvmlite.binding", None)
     with pytest.raises(MachineError, match="llvmlite is installed and cannot be imported"):
         run_kernel(compile_bodies(list(PATTERNS.values())), "k0", 128, 0)
+
+
+def test_an_unknown_modifier_is_refused_in_a_compiled_stretch(at_once: pytest.MonkeyPatch) -> None:
+    ptx = compile_bodies(["y[g] = (t << b) + (t ^ b) * 3 + x[g];"])
+    assert "shl.b32" in ptx
+    with pytest.raises(UnsupportedError, match=r"shl\.sat\.b32 has \.sat, unknown to the emulator"):
+        run_kernel(ptx.replace("shl.b32", "shl.sat.b32"), "k0", 128, 0)
 
 
 @pytest.mark.parametrize(

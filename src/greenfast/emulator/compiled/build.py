@@ -18,6 +18,7 @@ from greenfast.emulator.compiled.ir import I64, POINTER, Builder, IrFunction, Ir
 from greenfast.emulator.compiled.lane import Lane, NotCompiledError
 from greenfast.emulator.compiled.patterns import counter_name, define_counter
 from greenfast.emulator.machine.blocks import WARP
+from greenfast.emulator.ptx.forms import refusal
 from greenfast.emulator.ptx.syntax import Function, Instruction
 from greenfast.emulator.ptx.unsupported import unsupported
 
@@ -86,6 +87,8 @@ def compile_stretch(
 
 def _emit(lane: Lane, accesses: MemoryCode, i: Instruction, guards: list[tuple[Value, Value]]) -> None:
     """Emit an instruction, and count the threads that execute it if it has a guard."""
+    if refusal(i.name, i.parts):
+        raise NotCompiledError(i.text)
     lane.guard, number = None, -1
     if i.guard is not None:
         value = lane.value(i.guard[0])
