@@ -45,11 +45,11 @@ from greenfast.emulator.compiled.ir import I8, I32, I64, VOID, Value, integer
 from greenfast.emulator.compiled.lane import Lane, NotCompiledError
 from greenfast.emulator.compiled.patterns import NO_THREAD, counter_name
 from greenfast.emulator.instructions.access import STRONG, parse_space
-from greenfast.emulator.instructions.operands import parse_dtype, parse_type
+from greenfast.emulator.instructions.operands import list_items, parse_dtype, parse_type
 from greenfast.emulator.machine.blocks import WARP
 from greenfast.emulator.machine.epochs import BLOCK_BITS, SEVERAL, SEVERAL_WARPS, THREAD_BITS, WARP_BITS
 from greenfast.emulator.machine.memory import UNWRITTEN, WRITTEN
-from greenfast.emulator.ptx.syntax import Address, Instruction, Operand, Register, Symbol, Vector
+from greenfast.emulator.ptx.syntax import Address, Instruction, Operand, Register, Symbol
 
 _THREAD, _WARP, _BLOCKS = int(THREAD_BITS), int(WARP_BITS), int(BLOCK_BITS)
 _SEVERAL, _SEVERAL_WARPS, _ONE_BLOCK = int(SEVERAL), int(SEVERAL_WARPS), _BLOCKS & -_BLOCKS
@@ -69,11 +69,6 @@ class CountedAccess:
     def parts(self) -> int:
         """The words per thread of an access to shared memory; 0 for other memory."""
         return max(1, self.size // 4) if self.space == "shared" else 0
-
-
-def _items(i: Instruction) -> tuple[Operand, ...]:
-    operand = i.operands[1 if i.name == "st" else 0]
-    return operand.items if isinstance(operand, Vector) else (operand,)
 
 
 def _find_targets(i: Instruction, items: tuple[Operand, ...]) -> list[tuple[int, str]]:
@@ -107,7 +102,7 @@ def load_parameter(c: Lane, i: Instruction) -> bool:
     kind = parse_type(i)
     size = parse_dtype(kind).itemsize
     start = c.entry.add(c.symbol("param", operand.base.name), I64(operand.base.offset + operand.offset))
-    for n, item in enumerate(_items(i)):
+    for n, item in enumerate(list_items(i.operands[0])):
         place = c.entry.element(I8, c.pointer(PARAMS), c.entry.add(start, I64(n * size)))
         c.write(item, kind, c.entry.load(integer(8 * size), place, 1), i)
     return True
@@ -129,7 +124,7 @@ class MemoryCode:
         """Emit a load or store; guard: the number of its guard, -1 for none."""
         c = self.c
         space, kind = parse_space(i), parse_type(i)
-        items = _items(i)
+        items = list_items(i.operands[1 if i.name == "st" else 0])
         element = parse_dtype(kind).itemsize
         size = element * len(items)
         if space not in ("shared", "global", "local", "const") or size not in (1, 2, 4, 8, 16):

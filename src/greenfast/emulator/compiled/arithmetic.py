@@ -8,12 +8,12 @@ import numpy as np
 
 from greenfast.emulator.compiled.ir import F16, F32, F64, I1, I8, I16, I32, I64, POINTER, Builder, Value, integer
 from greenfast.emulator.compiled.lane import Lane, NotCompiledError
-from greenfast.emulator.instructions.operands import TYPES, parse_dtype, parse_type
+from greenfast.emulator.instructions.arithmetic import WIDE
+from greenfast.emulator.instructions.operands import TYPES, list_items, parse_dtype, parse_type
 from greenfast.emulator.instructions.rounding import MODES, NAN_BITS
 from greenfast.emulator.machine.memory import LOCAL_BASE, PARAM_BASE, SHARED_BASE
 from greenfast.emulator.ptx.syntax import Instruction, Operand, Vector
 
-_WIDE = {"s16": "s32", "u16": "u32", "s32": "s64", "u32": "u64"}
 _MODIFIERS = {"ftz", "sat", "relu", "satfinite", "oob", "approx", "full", "xorsign", "abs", "NaN"}
 #: Half a step of float32 below its smallest normal number, below it: smaller results are flushed (rounding.py).
 _FLUSHED = 2.0**-126 - 2.0**-151
@@ -66,7 +66,7 @@ def _product(c: Lane, i: Instruction) -> tuple[Value, str]:
     extend = "sext" if _signed(kind) else "zext"
     wide = c.b.mul(*(c.b.convert(extend, x, integer(2 * width)) for x in (a, b)))
     if "wide" in i.parts:
-        return wide, _WIDE[kind]
+        return wide, WIDE[kind]
     return c.b.convert("trunc", c.b.lshr(wide, wide.type(width)), integer(width)), kind
 
 
@@ -267,8 +267,7 @@ def _compare(c: Lane, i: Instruction) -> None:
             raise NotCompiledError(i.text)
         compare = c.b.icmp_signed if _signed(kind) else c.b.icmp_unsigned
         result = compare(_ORDERS.get(name) or _UNSIGNED_ORDERS[name], a, b)
-    targets = i.operands[0].items if isinstance(i.operands[0], Vector) else (i.operands[0],)
-    for target, value in zip(targets, (result, c.b.not_(result)), strict=False):
+    for target, value in zip(list_items(i.operands[0]), (result, c.b.not_(result)), strict=False):
         c.write(target, "pred", value, i)
 
 

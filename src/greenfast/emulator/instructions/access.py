@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +10,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from greenfast.emulator.instructions import floats
-from greenfast.emulator.instructions.operands import load_address, load_window, parse_dtype, parse_type, reader, writer
+from greenfast.emulator.instructions.operands import (
+    list_items,
+    load_address,
+    load_window,
+    parse_constant,
+    parse_dtype,
+    parse_type,
+    reader,
+    writer,
+)
 from greenfast.emulator.machine.blocks import ThreadSet, Values, lane_count, lane_indices
 from greenfast.emulator.machine.memory import (
     BASES,
@@ -24,7 +33,7 @@ from greenfast.emulator.machine.memory import (
 )
 from greenfast.emulator.machine.ordering import parse_scope
 from greenfast.emulator.machine.state import Copy, Operation, ResidentBlocks
-from greenfast.emulator.ptx.syntax import Address, Instruction, Operand, Register, Symbol, Vector
+from greenfast.emulator.ptx.syntax import Address, Instruction, Operand, Register, Symbol
 from greenfast.emulator.ptx.unsupported import unsupported
 
 Offsets = NDArray[np.int64]
@@ -138,11 +147,8 @@ def load(i: Instruction) -> Operation:
     if space == "param" and isinstance(getattr(i.operands[1], "base", None), Symbol):
         return _load_param(i)
     kind = parse_type(i)
-    destination = i.operands[0]
-    items = destination.items if isinstance(destination, Vector) else (destination,)
-    write = [writer(item, kind, i) for item in items]
-    size = parse_dtype(kind).itemsize
-    total = size * len(items)
+    write = [writer(item, kind, i) for item in list_items(i.operands[0])]
+    total = parse_dtype(kind).itemsize * len(write)
     where = addresses(i.operands[1], i)
     access = f"{total}-byte read"
     strong, scope = not STRONG.isdisjoint(i.parts), parse_scope(i.parts)
@@ -177,12 +183,10 @@ def store(i: Instruction) -> Operation:
     """Build st."""
     space = parse_space(i)
     kind = parse_type(i)
-    source = i.operands[1]
-    items = source.items if isinstance(source, Vector) else (source,)
-    read = [reader(item, kind, i) for item in items]
-    size = parse_dtype(kind).itemsize
+    read = [reader(item, kind, i) for item in list_items(i.operands[1])]
+    size = parse_dtype(kind).itemsize * len(read)
     where = addresses(i.operands[0], i)
-    access = f"{size * len(items)}-byte write"
+    access = f"{size}-byte write"
     strong, releases, scope = not STRONG.isdisjoint(i.parts), "release" in i.parts, parse_scope(i.parts)
 
     def run(m: ResidentBlocks, lanes: ThreadSet, addresses: Offsets) -> None:
@@ -192,14 +196,14 @@ def store(i: Instruction) -> Operation:
             values[:, n] = r(m, lanes)
         watched = strong and actual in ("global", "shared")
         stale = m.races.stale if watched else None
-        before = peek(arena, offsets, size * len(read)) if stale is not None else None
+        before = peek(arena, offsets, size) if stale is not None else None
         with m.accessing(lanes, actual):
             arena.write(offsets, values.view(np.uint8), access, strong)
         if watched:
             m.races.synchronize(actual, offsets, lanes, False, True, releases, scope)
         if stale is not None and before is not None:
             stale.write(actual, offsets, before, lanes)
-        count_access(m, actual, True, offsets, lanes, size * len(read))
+        count_access(m, actual, True, offsets, lanes, size)
 
     return by_space(space, where, run)
 
@@ -207,8 +211,7 @@ def store(i: Instruction) -> Operation:
 def _load_param(i: Instruction) -> Operation:
     kind = parse_type(i)
     destination, source = i.operands
-    items = destination.items if isinstance(destination, Vector) else (destination,)
-    write = [writer(item, kind, i) for item in items]
+    write = [writer(item, kind, i) for item in list_items(destination)]
     assert isinstance(source, Address)
     assert isinstance(source.base, Symbol)
     name, offset, dtype = source.base.name, source.offset, parse_dtype(kind)
@@ -227,11 +230,6 @@ def _load_param(i: Instruction) -> Operation:
     return run
 
 
-def _items(operand: Operand) -> tuple[Operand, ...]:
-    """Return the registers of a vector, or the one that an operand is."""
-    return operand.items if isinstance(operand, Vector) else (operand,)
-
-
 _ATOMIC: dict[str, Any] = {
     "add": np.add, "min": np.minimum, "max": np.maximum, "and": np.bitwise_and, "or": np.bitwise_or,
     "xor": np.bitwise_xor,
@@ -247,22 +245,19 @@ def atomic(i: Instruction) -> Operation:
     space = parse_space(i)
     kind = parse_type(i)
     dtype = parse_dtype(kind)
-    operation = next((p for p in i.parts if p in (*_ATOMIC, "exch", "cas", "inc", "dec")), None)
-    if operation is None or (kind in ("f16", "bf16", "f16x2", "bf16x2") and operation != "add"):
-        raise unsupported(i)
+    operation = next(p for p in i.parts if p in (*REDUCTIONS, "exch", "cas"))
     returns, releases = i.name == "atom", not {"release", "acq_rel"}.isdisjoint(i.parts)
     scope = parse_scope(i.parts)
     target, *sources = without_policy(i, i.operands[1:] if returns else i.operands)
-    parts = [_items(s) for s in sources]
+    parts = [list_items(s) for s in sources]
     read = [[reader(item, kind, i) for item in column] for column in zip(*parts, strict=True)]
-    write = [writer(r, kind, i) for r in _items(i.operands[0])] if returns else []
+    write = [writer(r, kind, i) for r in list_items(i.operands[0])] if returns else []
     where, whole = addresses(target, i), len(read) * dtype.itemsize
 
     def run(m: ResidentBlocks, lanes: ThreadSet, addresses: Offsets) -> None:
         arena, offsets, actual = locate(m, space, addresses, lanes)
         with m.accessing(lanes, actual):
             before = arena.read(offsets, whole, f"{whole}-byte atomic access", True)
-        cells = arena.data.view(dtype)
         after = atomic_result(operation, kind, actual)
         watched = actual in ("global", "shared")
         if watched:
@@ -275,24 +270,35 @@ def atomic(i: Instruction) -> Operation:
         changed = np.zeros(len(offsets), np.bool_)
         sources = [[np.broadcast_to(np.array(r(m, lanes)), len(offsets)) for r in column] for column in read]
         for element, arguments in enumerate(sources):  # each element of a vector for itself
-            rows = offsets // dtype.itemsize + element
-            old = np.empty(len(rows), dtype)
-            for n, row in enumerate(rows):
-                old[n] = cells[row]
-                new = after(old[n], *(a[n] for a in arguments))
-                cells[row] = new
-                changed[n] |= bool(new != old[n])
+            old, new = apply_atomically(arena, offsets + element * dtype.itemsize, dtype, after, arguments)
+            changed |= new
             if write:
                 write[element](m, lanes, old)
-        if arena.poisoned:  # previously unwritten bytes hold a value now
-            for byte in range(whole):
-                arena.state[offsets + byte] = WRITTEN
-        arena.writes += int(np.count_nonzero(changed))
         if watched and changed.any():
             m.access_lanes = lane_indices(lanes)[changed]
             m.races.atomics.record(actual, offsets[changed], whole)
 
     return by_space(space, where, run)
+
+
+def apply_atomically(
+    arena: Arena, offsets: Offsets, dtype: Any, after: Callable[..., Any], arguments: Sequence[Values]
+) -> tuple[Values, NDArray[np.bool_]]:
+    """Apply an atomic operation to elements, one after the other. Return their old values, and which have changed.
+
+    after: from ``atomic_result``. arguments: each a value per element.
+    """
+    cells, old = arena.data.view(dtype), np.empty(len(offsets), dtype)
+    changed = np.zeros(len(offsets), np.bool_)
+    for n, row in enumerate(offsets // dtype.itemsize):
+        old[n] = cells[row]
+        new = after(old[n], *(a[n] for a in arguments))
+        cells[row], changed[n] = new, new != old[n]
+    if arena.poisoned:  # previously unwritten bytes hold a value now
+        for byte in range(dtype.itemsize):
+            arena.state[offsets + byte] = WRITTEN
+    arena.writes += int(np.count_nonzero(changed))
+    return old, changed
 
 
 def atomic_result(operation: str, kind: str, space: str) -> Callable[..., Any]:
@@ -317,16 +323,11 @@ def asynchronous_copy(i: Instruction) -> Operation:
     if "commit_group" in i.parts:
         return _commit
     if "wait_group" in i.parts:
-        allowed = i.operands[0]
-        pending = getattr(allowed, "bits", None)
-        if pending is None:
-            raise unsupported(i)
+        pending = parse_constant(i.operands[0], i)
         return lambda m, lanes: deliver(m, lanes, pending)
     if "wait_all" in i.parts:
         return _deliver_all
-    if "bulk" in i.parts or "mbarrier" in i.parts:
-        raise unsupported(i)
-    size = int(getattr(i.operands[2], "bits", 0))
+    size = parse_constant(i.operands[2], i)
     to, source = addresses(i.operands[0], i), addresses(i.operands[1], i)
     source_bytes = _source_size(i, size)
 

@@ -13,7 +13,8 @@ from greenfast.emulator.machine.blocks import ThreadSet, Values
 from greenfast.emulator.machine.state import Operation, ResidentBlocks
 from greenfast.emulator.ptx.syntax import Instruction
 
-_WIDE = {"s16": "s32", "u16": "u32", "s32": "s64", "u32": "u64"}
+#: The type of a product by .wide.
+WIDE = {"s16": "s32", "u16": "u32", "s32": "s64", "u32": "u64"}
 
 
 def _pairs(function: Function, kind: str) -> Function:
@@ -61,8 +62,8 @@ def _product(i: Instruction) -> tuple[Function, str]:
     """Return the integer product for .lo, .hi or .wide, and the type of the result."""
     kind = parse_type(i)
     if "wide" in i.parts:
-        wide = parse_dtype(_WIDE[kind])
-        return lambda a, b: np.asarray(a).astype(wide) * np.asarray(b).astype(wide), _WIDE[kind]
+        wide = parse_dtype(WIDE[kind])
+        return lambda a, b: np.asarray(a).astype(wide) * np.asarray(b).astype(wide), WIDE[kind]
     return high_product if "hi" in i.parts else lambda a, b: a * b, kind
 
 

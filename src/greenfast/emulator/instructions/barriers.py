@@ -12,7 +12,6 @@ from greenfast.emulator.instructions.operands import reader, writer
 from greenfast.emulator.machine.blocks import WARP, ThreadSet, distinct, lane_count, lane_indices
 from greenfast.emulator.machine.state import ResidentBlocks
 from greenfast.emulator.ptx.syntax import Instruction, Register, Symbol
-from greenfast.emulator.ptx.unsupported import unsupported
 
 #: Barriers of a block.
 BARRIERS = 16
@@ -182,8 +181,6 @@ class _BarrierForm:
             negated = isinstance(last, Symbol) and last.name.startswith("!")
             predicate = reader(Register(last.name[1:]) if isinstance(last, Symbol) and negated else last, "pred", i)
             self.vote = lambda m, lanes: np.asarray(predicate(m, lanes)) ^ negated
-        elif not self.waits and len(operands) < 2:
-            raise unsupported(i)
         self.number: Callable[[ResidentBlocks, ThreadSet], Any] = (
             reader(operands[0], "u32", i) if operands else lambda m, lanes: np.uint32(0)
         )

@@ -10,12 +10,12 @@ from numpy.typing import NDArray
 from greenfast.emulator.instructions import access
 from greenfast.emulator.instructions.access import addresses, locate
 from greenfast.emulator.instructions.mbarrier import find_mbarriers
-from greenfast.emulator.instructions.operands import parse_dtype, parse_type, reader, writer
+from greenfast.emulator.instructions.operands import list_items, parse_dtype, parse_type, reader, writer
 from greenfast.emulator.machine.blocks import ThreadSet, lane_count, lane_indices
 from greenfast.emulator.machine.in_flight import BulkLoad
 from greenfast.emulator.machine.memory import IN_FLIGHT, SHARED_BASE, WRITTEN, window
 from greenfast.emulator.machine.state import RANK_BITS, Operation, ResidentBlocks
-from greenfast.emulator.ptx.syntax import Instruction, Vector
+from greenfast.emulator.ptx.syntax import Instruction
 
 
 def mapa(i: Instruction) -> Operation:
@@ -109,11 +109,9 @@ def store(i: Instruction) -> Operation:
     if "async" not in i.parts:
         return access.store(i)
     kind = parse_type(i)
-    source = i.operands[1]
-    items = source.items if isinstance(source, Vector) else (source,)
-    read, dtype = [reader(item, kind, i) for item in items], parse_dtype(kind)
+    read, dtype = [reader(item, kind, i) for item in list_items(i.operands[1])], parse_dtype(kind)
     where, barriers = addresses(i.operands[0], i), find_mbarriers(i.operands[2], i, "shared")
-    size = dtype.itemsize * len(items)
+    size = dtype.itemsize * len(read)
 
     def run(m: ResidentBlocks, lanes: ThreadSet) -> None:
         indices = lane_indices(lanes)

@@ -12,6 +12,7 @@ from greenfast.emulator.instructions.operands import (
     Function,
     Reader,
     elementwise,
+    list_items,
     parse_dtype,
     parse_type,
     reader,
@@ -20,8 +21,7 @@ from greenfast.emulator.instructions.operands import (
 from greenfast.emulator.instructions.rounding import flush, widen
 from greenfast.emulator.machine.blocks import ThreadSet, Values
 from greenfast.emulator.machine.state import Operation, ResidentBlocks
-from greenfast.emulator.ptx.syntax import Instruction, Vector
-from greenfast.emulator.ptx.unsupported import unsupported
+from greenfast.emulator.ptx.syntax import Instruction
 
 _COMPARE: dict[str, Function] = {
     "eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal,
@@ -32,12 +32,10 @@ _ONES = {"f16": 0x3C00, "bf16": 0x3F80, "f32": 0x3F80_0000}
 _LOGIC: dict[str, Function] = {"and": np.logical_and, "or": np.logical_or, "xor": np.logical_xor}
 
 
-def _ordered(name: str, of_floats: bool, i: Instruction) -> Function:
+def _ordered(name: str, of_floats: bool) -> Function:
     """Return the comparison of that name. One of floats is false with NaN, its unordered form (ltu, ...) true."""
     if not of_floats:
-        if name in _COMPARE:
-            return _COMPARE[name]
-        raise unsupported(i)
+        return _COMPARE[name]
     if name == "num":
         return lambda a, b: ~np.isnan(a) & ~np.isnan(b)
     if name == "nan":
@@ -46,16 +44,14 @@ def _ordered(name: str, of_floats: bool, i: Instruction) -> Function:
         return lambda a, b: (a != b) & ~np.isnan(a) & ~np.isnan(b)
     if name in _COMPARE:
         return _COMPARE[name]
-    if name.endswith("u") and name[:-1] in _COMPARE:
-        unordered = _COMPARE[name[:-1]]
-        return lambda a, b: unordered(a, b) | np.isnan(a) | np.isnan(b)
-    raise unsupported(i)
+    unordered = _COMPARE[name.removesuffix("u")]
+    return lambda a, b: unordered(a, b) | np.isnan(a) | np.isnan(b)
 
 
 def _comparison(i: Instruction) -> Function:
     """Return the comparison of setp and set as a function of sources; of packed halves along a separate last axis."""
     kind = parse_type(i)
-    compare = _ordered(i.parts[0], kind in KINDS, i)
+    compare = _ordered(i.parts[0], kind in KINDS)
     if kind not in KINDS or kind == "f64":
         return compare
     element = parse_element(kind)
@@ -82,8 +78,7 @@ def setp(i: Instruction) -> Operation:
     """Build setp. A second predicate gets the complement, or of packed halves the comparison of the upper ones."""
     kind = parse_type(i)
     compare = _comparison(i)
-    targets = i.operands[0].items if isinstance(i.operands[0], Vector) else (i.operands[0],)
-    write = [writer(t, "pred", i) for t in targets]
+    write = [writer(t, "pred", i) for t in list_items(i.operands[0])]
     read = [reader(o, kind, i) for o in i.operands[1:3]]
     combine, third = _combined(i)
 

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from greenfast.emulator.instructions.operands import Reader, reader
-from greenfast.emulator.machine.blocks import WARP, ThreadSet, lane_count, lane_indices
+from greenfast.emulator.machine.blocks import WARP, ThreadSet, are_whole_warps, lane_count, lane_indices
 from greenfast.emulator.machine.state import ResidentBlocks
 from greenfast.emulator.ptx.syntax import Immediate, Instruction
 
@@ -65,7 +65,7 @@ class SyncGroups:
     def complete(self, pc: int, lanes: ThreadSet) -> bool:
         """Return whether arriving threads are complete by themselves, with each warp as one group."""
         sync_group = self.sync_groups[pc]
-        if sync_group.warps != 1 or not _whole(lanes):
+        if sync_group.warps != 1 or lane_count(lanes) % WARP or not are_whole_warps(lanes):
             return False
         if sync_group.mask is None:
             return True
@@ -148,10 +148,3 @@ class SyncGroups:
                 named = "" if masks.tolist() == [_ALL] else f" in membermask {', '.join(f'{x:#010x}' for x in masks)}"
                 result[int(pc)] = (len(mine), f" for the rest of the {group}{named}")
         return result
-
-
-def _whole(lanes: ThreadSet) -> bool:
-    """Return whether these are all threads of some warps."""
-    if isinstance(lanes, slice):
-        return True
-    return lane_count(lanes) % WARP == 0 and bool((lanes[WARP - 1 :: WARP] - lanes[::WARP] == WARP - 1).all())

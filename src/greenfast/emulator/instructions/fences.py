@@ -5,16 +5,13 @@ from __future__ import annotations
 import numpy as np
 
 from greenfast.emulator.instructions.access import addresses
+from greenfast.emulator.instructions.operands import do_nothing
 from greenfast.emulator.machine.blocks import WARP, ThreadSet, lane_indices
 from greenfast.emulator.machine.ordering import parse_scope
 from greenfast.emulator.machine.state import Operation, ResidentBlocks
 from greenfast.emulator.ptx.syntax import Immediate, Instruction
 from greenfast.emulator.ptx.unsupported import unsupported
 from greenfast.spec.kernel import MAP_BYTES
-
-
-def _nothing(m: ResidentBlocks, lanes: ThreadSet) -> None:
-    """Nothing to be done."""
 
 
 def fence(i: Instruction) -> Operation:
@@ -30,7 +27,7 @@ def fence(i: Instruction) -> Operation:
     if "tensormap:generic" in i.parts and "acquire" in i.parts:
         return _fence_map(i)
     if not proxy and i.parts[0] != "mbarrier_init":
-        return _nothing
+        return do_nothing
 
     def run(m: ResidentBlocks, lanes: ThreadSet) -> None:
         m.mbarriers.show(np.unique(m.block_of[lanes]), len(m.blocks))
@@ -42,8 +39,7 @@ def fence(i: Instruction) -> Operation:
 
 def _fence_map(i: Instruction) -> Operation:
     """Build a fence after which tensor copies use a tensor map as it was written."""
-    size = i.operands[1]
-    if not isinstance(size, Immediate) or size.bits != MAP_BYTES:
+    if i.operands[1] != Immediate(MAP_BYTES):
         raise unsupported(i, f"needs a size of {MAP_BYTES} bytes")
     where = addresses(i.operands[0], i)
 

@@ -30,7 +30,6 @@ from greenfast.emulator.instructions.rounding import (
 from greenfast.emulator.machine.blocks import Values
 from greenfast.emulator.machine.state import Operation
 from greenfast.emulator.ptx.syntax import Instruction
-from greenfast.emulator.ptx.unsupported import unsupported
 
 KINDS = ("f16", "bf16", "f16x2", "bf16x2", "f32", "f64")
 
@@ -361,8 +360,6 @@ def testp(i: Instruction) -> Operation:
         "normal": lambda a: np.isfinite(a) & ((a == 0) | (np.abs(a) >= a.dtype.type(tiny))),
         "subnormal": lambda a: (a != 0) & (np.abs(a) < a.dtype.type(tiny)),
     }
-    if i.parts[0] not in classes:
-        raise unsupported(i)
     return elementwise(i, lambda a: classes[i.parts[0]](np.asarray(a)), out="pred")
 
 

@@ -27,12 +27,9 @@ _GROUPS, _MEMBERS = 8, 4  # lanes of a warp: number of groups, and of members of
 
 def parse_shape(i: Instruction) -> tuple[int, int, int]:
     """Return M, N and K of a product or tile."""
-    for part in i.parts:
-        result = re.fullmatch(r"m(\d+)n(\d+)k(\d+)", part)
-        if result:
-            m, n, k = (int(x) for x in result.groups())
-            return m, n, k
-    raise unsupported(i)
+    shape = next(part for part in i.parts if re.fullmatch(r"m\d+n\d+k\d+", part))
+    m, n, k = map(int, re.findall(r"\d+", shape))
+    return m, n, k
 
 
 def register_type(kind: str) -> str:
@@ -125,8 +122,6 @@ def product(i: Instruction, d: Operand, a: Operand, b: Operand, c: Operand, kind
     """Compute d = a * b + c; ``kinds``: the types of D, A, B and C."""
     rows, columns, k = parse_shape(i)
     out, left_kind, right_kind, addend = kinds
-    if BITS[left_kind] != BITS[right_kind]:
-        raise unsupported(i)
     read_a = Registers(a, register_type(left_kind), i).reading(registers(rows, k, left_kind))
     read_b = Registers(b, register_type(right_kind), i).reading(registers(columns, k, right_kind))
     read_c = read_sums(c, addend, rows, columns, i)

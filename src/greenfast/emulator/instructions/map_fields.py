@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from greenfast.emulator.instructions.access import addresses, by_space, locate
-from greenfast.emulator.instructions.operands import reader
+from greenfast.emulator.instructions.operands import do_nothing, reader
 from greenfast.emulator.instructions.warp import whole_warps
 from greenfast.emulator.machine.blocks import ThreadSet, Values, lane_count, lane_indices
 from greenfast.emulator.machine.memory import WINDOW_BITS, window
@@ -39,7 +39,7 @@ def _replace_field(i: Instruction) -> Operation:
     if field in _ZERO:
         if number != 0:
             raise unsupported(i, f"sets .{field} to another value than 0")
-        return _nothing
+        return do_nothing
     read = reader(value, kind, i)
     if field in ("elemtype", "swizzle_mode"):
         known = _SIZES if field == "elemtype" else _SWIZZLES
@@ -69,14 +69,9 @@ def _replace_field(i: Instruction) -> Operation:
     return by_space(space, where, run)
 
 
-def _nothing(m: ResidentBlocks, lanes: ThreadSet) -> None:
-    """Nothing to be done."""
-
-
 def _copy_map(i: Instruction) -> Operation:
     """Build tensormap.cp_fenceproxy: a warp copies a map from shared to global memory, and releases it."""
-    size = i.operands[2]
-    if not isinstance(size, Immediate) or size.bits != MAP_BYTES:
+    if i.operands[2] != Immediate(MAP_BYTES):
         raise unsupported(i, f"needs a size of {MAP_BYTES} bytes")
     to, source = addresses(i.operands[0], i), addresses(i.operands[1], i)
 

@@ -21,7 +21,6 @@ from greenfast.emulator.machine.mbarriers import PENDING, PHASE_SHIFT, MbarrierE
 from greenfast.emulator.machine.memory import BARRIER, UNWRITTEN
 from greenfast.emulator.machine.state import Operation, ResidentBlocks
 from greenfast.emulator.ptx.syntax import Instruction, Operand
-from greenfast.emulator.ptx.unsupported import unsupported
 
 #: How many of the waits for a phase that has not completed give up at once.
 GIVES_UP = 0.25
@@ -189,10 +188,7 @@ _ACTIONS: dict[str, Callable[[Instruction], Operation]] = {
 
 def mbarrier(i: Instruction) -> Operation:
     """Build any mbarrier instruction."""
-    action = _ACTIONS.get(i.parts[0])
-    if action is None:
-        raise unsupported(i)
-    return action(i)
+    return _ACTIONS[i.parts[0]](i)
 
 
 def describe(m: ResidentBlocks, row: int) -> str:

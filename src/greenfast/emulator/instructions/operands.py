@@ -10,7 +10,7 @@ import numpy as np
 from greenfast.emulator.machine.blocks import ThreadSet, Values, lane_indices
 from greenfast.emulator.machine.state import Operation, ResidentBlocks
 from greenfast.emulator.ptx.literals import as_float
-from greenfast.emulator.ptx.syntax import CLOCKS, Immediate, Instruction, Operand, Register, Special, Symbol
+from greenfast.emulator.ptx.syntax import CLOCKS, Immediate, Instruction, Operand, Register, Special, Symbol, Vector
 from greenfast.emulator.ptx.unsupported import unsupported
 from greenfast.spec.errors import UnsupportedError
 
@@ -39,6 +39,22 @@ def parse_type(instruction: Instruction) -> str:
         if part in TYPES:
             return part
     raise unsupported(instruction, "has no type that is known")
+
+
+def list_items(operand: Operand) -> tuple[Operand, ...]:
+    """Return the operands in a vector or of d|p, or the one that an operand is."""
+    return operand.items if isinstance(operand, Vector) else (operand,)
+
+
+def parse_constant(operand: Operand, instruction: Instruction) -> int:
+    """Return the number that an operand is."""
+    if not isinstance(operand, Immediate):
+        raise unsupported(instruction, "has an operand that is not a number")
+    return operand.bits
+
+
+def do_nothing(m: ResidentBlocks, lanes: ThreadSet) -> None:
+    """Execute an instruction without an effect here."""
 
 
 def cast(values: Values, dtype: Any) -> Values:
@@ -188,8 +204,6 @@ def elementwise(
     kind = parse_type(instruction)
     destination, *sources = instruction.operands
     types = types or [kind] * len(sources)
-    if len(types) != len(sources):
-        raise unsupported(instruction)
     read = [reader(s, t, instruction) for s, t in zip(sources, types, strict=True)]
     write = writer(destination, out or kind, instruction)
 

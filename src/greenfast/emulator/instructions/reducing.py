@@ -5,12 +5,11 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from greenfast.emulator.instructions.access import REDUCTIONS, atomic_result
+from greenfast.emulator.instructions.access import REDUCTIONS, apply_atomically, atomic_result
 from greenfast.emulator.instructions.bulk import Offsets, Tile, count_bulk, read_tiles, require_fenced
 from greenfast.emulator.instructions.operands import parse_dtype, parse_type
 from greenfast.emulator.machine.blocks import ThreadSet, Values
 from greenfast.emulator.machine.in_flight import BulkStore, chunk_indices, hold
-from greenfast.emulator.machine.memory import WRITTEN
 from greenfast.emulator.machine.ordering import DEVICE
 from greenfast.emulator.machine.state import Operation, ResidentBlocks
 from greenfast.emulator.ptx.syntax import Instruction
@@ -56,15 +55,8 @@ def _reduce_at(
         m.memory.read(offsets, size, f"{size}-byte atomic access", True)
     m.races.atomics.check("global", offsets, size, DEVICE, lock=False)
     m.races.synchronize("global", offsets, lanes, False, True, False, DEVICE)
-    cells, after = m.memory.data.view(values.dtype), atomic_result(operation, kind, "global")
-    changed = np.zeros(len(offsets), np.bool_)
-    for n, row in enumerate(offsets // size):
-        new = after(cells[row], values[n])
-        changed[n], cells[row] = new != cells[row], new
-    if m.memory.poisoned:  # previously unwritten bytes hold a value now
-        for byte in range(size):
-            m.memory.state[offsets + byte] = WRITTEN
-    m.memory.writes += int(np.count_nonzero(changed))
+    after = atomic_result(operation, kind, "global")
+    _, changed = apply_atomically(m.memory, offsets, values.dtype, after, [values])
     if changed.any():
         m.access_lanes = lanes[changed]
         m.races.atomics.record("global", offsets[changed], size)

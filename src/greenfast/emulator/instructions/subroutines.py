@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from greenfast.emulator.machine.blocks import ThreadSet
+from greenfast.emulator.machine.blocks import ThreadSet, lane_indices
 from greenfast.emulator.machine.state import Operation, ResidentBlocks
 from greenfast.emulator.ptx.recursion import COPY, JUMPS, KEEP, LEAVE
 from greenfast.emulator.ptx.syntax import Function, Instruction, Symbol
@@ -43,7 +43,7 @@ def build(i: Instruction, function: Function) -> Operation | None:
         size = min(function.variables[to].size, function.variables[source].size)
 
         def copy(m: ResidentBlocks, lanes: ThreadSet) -> None:
-            indices = _indices(lanes)
+            indices = lane_indices(lanes)
             into, out = _places(m, to, size, indices), _places(m, source, size, indices)
             m.local.data[into], m.local.state[into] = m.local.data[out], m.local.state[out]
 
@@ -51,7 +51,7 @@ def build(i: Instruction, function: Function) -> Operation | None:
     frame, keeps = function.frames[i.parts[0]], i.name == KEEP
 
     def run(m: ResidentBlocks, lanes: ThreadSet) -> None:
-        indices = _indices(lanes)
+        indices = lane_indices(lanes)
         for depth in np.unique(m.stack.depth[indices]):
             here = indices[m.stack.depth[indices] == depth]
             for name in frame.registers:
@@ -70,7 +70,3 @@ def _move(slot: NDArray[Any], here: Any, array: NDArray[Any], places: Any, keeps
         slot[here] = array[places]
     else:
         array[places] = slot[here]
-
-
-def _indices(lanes: ThreadSet) -> NDArray[np.intp]:
-    return np.arange(lanes.start, lanes.stop) if isinstance(lanes, slice) else lanes

@@ -11,27 +11,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from greenfast.emulator.instructions.access import Offsets, addresses, count_access, locate, parse_space
-from greenfast.emulator.instructions.operands import parse_type, reader, writer
+from greenfast.emulator.instructions.operands import list_items, reader, writer
 from greenfast.emulator.instructions.warp import whole_warps
 from greenfast.emulator.machine.blocks import WARP, ThreadSet, Values, lane_count
 from greenfast.emulator.machine.memory import Arena
 from greenfast.emulator.machine.state import Operation, ResidentBlocks
-from greenfast.emulator.ptx.syntax import Instruction, Operand, Vector
-from greenfast.emulator.ptx.unsupported import unsupported
+from greenfast.emulator.ptx.syntax import Instruction, Operand
 
 _ROW_BYTES = 16
 
 
 def _count(i: Instruction) -> int:
     """Return how many tiles a load or store moves."""
-    count = next((p for p in i.parts if p in ("x1", "x2", "x4")), None)
-    if count is None or "m8n8" not in i.parts or parse_type(i) != "b16":
-        raise unsupported(i)
-    return int(count[1:])
-
-
-def _registers(operand: Operand) -> tuple[Operand, ...]:
-    return operand.items if isinstance(operand, Vector) else (operand,)
+    return int(next(p[1:] for p in i.parts if p in ("x1", "x2", "x4")))
 
 
 def _read_rows(
@@ -54,7 +46,7 @@ def _read_rows(
 def ldmatrix(i: Instruction) -> Operation:
     """Build ldmatrix: 1, 2 or 4 tiles, transposed or not."""
     count, transposed = _count(i), "trans" in i.parts
-    write = [writer(r, "b32", i) for r in _registers(i.operands[0])]
+    write = [writer(r, "b32", i) for r in list_items(i.operands[0])]
     where = _read_rows(i, i.operands[1], count)
 
     def run(m: ResidentBlocks, lanes: ThreadSet) -> None:
@@ -74,7 +66,7 @@ def ldmatrix(i: Instruction) -> Operation:
 def stmatrix(i: Instruction) -> Operation:
     """Build stmatrix: 1, 2 or 4 tiles, transposed or not."""
     count, transposed = _count(i), "trans" in i.parts
-    read = [reader(r, "b32", i) for r in _registers(i.operands[1])]
+    read = [reader(r, "b32", i) for r in list_items(i.operands[1])]
     where = _read_rows(i, i.operands[0], count)
 
     def run(m: ResidentBlocks, lanes: ThreadSet) -> None:
@@ -92,8 +84,6 @@ def stmatrix(i: Instruction) -> Operation:
 
 def movmatrix(i: Instruction) -> Operation:
     """Build movmatrix.trans: transpose one tile between the registers of a warp."""
-    if "trans" not in i.parts or "m8n8" not in i.parts or parse_type(i) != "b16":
-        raise unsupported(i)
     read, write = reader(i.operands[1], "b32", i), writer(i.operands[0], "b32", i)
 
     def run(m: ResidentBlocks, lanes: ThreadSet) -> None:

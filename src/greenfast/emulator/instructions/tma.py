@@ -18,14 +18,13 @@ from numpy.typing import NDArray
 from greenfast.emulator.instructions.access import asynchronous_copy, land, parse_space
 from greenfast.emulator.instructions.bulk import Tile, count_bulk, read_tiles, require_fenced
 from greenfast.emulator.instructions.mbarrier import faults, find_mbarriers
-from greenfast.emulator.instructions.operands import reader
+from greenfast.emulator.instructions.operands import do_nothing, parse_constant, reader
 from greenfast.emulator.instructions.reducing import reduce
 from greenfast.emulator.machine.blocks import ThreadSet, lane_indices
 from greenfast.emulator.machine.in_flight import BulkLoad, BulkStore, chunk_indices, hold
 from greenfast.emulator.machine.memory import CHUNK, IN_FLIGHT, WRITTEN
 from greenfast.emulator.machine.state import Operation, ResidentBlocks
-from greenfast.emulator.ptx.syntax import Immediate, Instruction
-from greenfast.emulator.ptx.unsupported import unsupported
+from greenfast.emulator.ptx.syntax import Instruction
 
 _BARRIER_BYTES = 8
 
@@ -38,24 +37,13 @@ def copy(i: Instruction) -> Operation:
         return asynchronous_copy(i)
     if i.parts[0] == "reduce":
         return reduce(i)
-    if i.parts[0] != "async":
-        raise unsupported(i)
     if "commit_group" in i.parts:
         return _commit
     if "wait_group" in i.parts:
         return _wait(i)
     if "prefetch" in i.parts:
-        return _nothing
-    tensor = "tensor" in i.parts
-    if {"im2col", "im2col_no_offs", "tile:gather4", "tile:scatter4"} & set(i.parts):
-        raise unsupported(i)
-    spaces = [p for p in i.parts if p.split(":")[0] in ("shared", "global")]
-    if "bulk_group" in i.parts and spaces == ["global", "shared:cta"]:
-        return _store(i, tensor)
-    loads = spaces in (["shared:cluster", "global"], ["shared:cta", "global"])
-    if loads and "mbarrier:complete_tx:bytes" in i.parts:
-        return _load(i, tensor)
-    raise unsupported(i)
+        return do_nothing
+    return (_store if "bulk_group" in i.parts else _load)(i, "tensor" in i.parts)
 
 
 def _arrive_when_landed(i: Instruction) -> Operation:
@@ -77,10 +65,6 @@ def _arrive_when_landed(i: Instruction) -> Operation:
         m.arriving.append(BulkLoad(indices, rows, m.current, deliver))
 
     return run
-
-
-def _nothing(m: ResidentBlocks, lanes: ThreadSet) -> None:
-    """Nothing to be done."""
 
 
 # ---- loads ----------------------------------------------------------------------------------------------------------
@@ -219,16 +203,14 @@ def _wait(i: Instruction) -> Operation:
 
     At the first try, other threads run first, to expose accesses to data in flight.
     """
-    allowed = i.operands[0]
-    if not isinstance(allowed, Immediate):
-        raise unsupported(i)
+    allowed = parse_constant(i.operands[0], i)
     only_read = "read" in i.parts
 
     def run(m: ResidentBlocks, lanes: ThreadSet) -> Any:
         indices = lane_indices(lanes)
         waiting = np.zeros(m.lanes, np.bool_)
         waiting[lanes] = True
-        covered = [waiting[s.lanes] & (s.groups < m.bulk_groups[s.lanes] - allowed.bits) for s in m.stores]
+        covered = [waiting[s.lanes] & (s.groups < m.bulk_groups[s.lanes] - allowed) for s in m.stores]
         first = np.zeros(m.lanes, np.bool_)
         for s, selected in zip(m.stores, covered, strict=True):
             first[s.lanes[selected & (s.reading | ~s.landed)]] = True

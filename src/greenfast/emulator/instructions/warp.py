@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from greenfast.emulator.instructions.operands import Reader, parse_dtype, parse_type, reader, writer
+from greenfast.emulator.instructions.operands import Reader, list_items, parse_dtype, parse_type, reader, writer
 from greenfast.emulator.machine.blocks import WARP, ThreadSet, Values, lane_indices
 from greenfast.emulator.machine.state import Operation, ResidentBlocks
-from greenfast.emulator.ptx.syntax import Instruction, Operand, Vector
+from greenfast.emulator.ptx.syntax import Instruction
 
 _LANE = np.arange(WARP)
 _BIT = np.uint32(1) << _LANE.astype(np.uint32)
@@ -103,11 +103,6 @@ def _members(m: ResidentBlocks, lanes: ThreadSet, mask: Reader) -> _Members:
     return _Members(len(warps), rows, columns, masks)
 
 
-def _targets(operand: Operand) -> tuple[Operand, ...]:
-    """Return the destinations d|p of an instruction that may have a second one."""
-    return operand.items if isinstance(operand, Vector) else (operand,)
-
-
 def _bits(flags: NDArray[np.bool_]) -> NDArray[np.uint32]:
     """Masks from (..., 32) flags."""
     result: NDArray[np.uint32] = np.where(flags, _BIT, np.uint32(0)).sum(axis=-1, dtype=np.uint32)
@@ -117,7 +112,7 @@ def _bits(flags: NDArray[np.bool_]) -> NDArray[np.uint32]:
 def shuffle(i: Instruction) -> Operation:
     """Build shfl.sync: bfly, up, down and idx within segments."""
     mode = next(p for p in i.parts if p in ("bfly", "up", "down", "idx"))
-    first, *remainder = _targets(i.operands[0])
+    first, *remainder = list_items(i.operands[0])
     write, write_inside = writer(first, "b32", i), [writer(p, "pred", i) for p in remainder]
     read, by, clamp, mask = (reader(o, "u32", i) for o in i.operands[1:5])
 
@@ -173,7 +168,7 @@ def vote(i: Instruction) -> Operation:
 
 def elect(i: Instruction) -> Operation:
     """Build elect.sync: the lowest thread of a group leads."""
-    first, *remainder = _targets(i.operands[0])
+    first, *remainder = list_items(i.operands[0])
     write_lane, write_flag = writer(first, "b32", i), [writer(p, "pred", i) for p in remainder]
     mask = reader(i.operands[1], "u32", i)
 
@@ -217,7 +212,7 @@ def reduce(i: Instruction) -> Operation:
 def match(i: Instruction) -> Operation:
     """Build match.sync: which threads of a group hold the same value (any), or all of them if all do (all)."""
     kind = parse_type(i)
-    first, *remainder = _targets(i.operands[0])
+    first, *remainder = list_items(i.operands[0])
     write, write_flag = writer(first, "b32", i), [writer(t, "pred", i) for t in remainder]
     read, mask, every = reader(i.operands[1], kind, i), reader(i.operands[2], "u32", i), "all" in i.parts
 

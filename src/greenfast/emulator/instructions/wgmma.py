@@ -10,7 +10,6 @@ shared-memory operands not overwritten.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -18,8 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from greenfast.emulator.instructions.descriptors import DescriptorError, MatrixDescriptor
-from greenfast.emulator.instructions.formats import BITS, decode
-from greenfast.emulator.instructions.operands import cast, parse_dtype, reader
+from greenfast.emulator.instructions.formats import INTEGERS, decode
+from greenfast.emulator.instructions.fragments import parse_shape
+from greenfast.emulator.instructions.operands import cast, parse_constant, parse_dtype, reader
 from greenfast.emulator.machine.blocks import WARP, ThreadSet, Values, lane_indices
 from greenfast.emulator.machine.in_flight import (
     GROUPS,
@@ -36,7 +36,6 @@ from greenfast.emulator.ptx.syntax import Immediate, Instruction, Operand, Regis
 from greenfast.emulator.ptx.unsupported import unsupported
 
 _WARPS, _M = 4, 64
-_SHAPE = re.compile(r"m64n(\d+)k(\d+)$")
 
 # ---- ordering -------------------------------------------------------------------------------------------------------
 
@@ -58,14 +57,12 @@ def _commit(m: ResidentBlocks, lanes: ThreadSet) -> None:
 
 def _wait(i: Instruction) -> Operation:
     """Build wgmma.wait_group. At the first try, other threads run first, to expose accesses to data in flight."""
-    allowed = i.operands[0]
-    if not isinstance(allowed, Immediate):
-        raise unsupported(i)
+    allowed = parse_constant(i.operands[0], i)
 
     def run(m: ResidentBlocks, lanes: ThreadSet) -> Any:
         p = _products(m)
         indices = lane_indices(lanes)
-        reached = p.committed[indices] - allowed.bits
+        reached = p.committed[indices] - allowed
         early = (reached > p.done[indices]) & ~m.has_yielded[indices]
         stay, go = indices[early], indices[~early]
         if len(stay):
@@ -138,28 +135,10 @@ class _WgmmaForm:
     """The parts and operands of a wgmma.mma_async."""
 
     def __init__(self, i: Instruction) -> None:
-        parts = [p for p in i.parts if p != "satfinite"]
-        shape = _SHAPE.match(parts[3]) if len(parts) == 7 else None
-        if shape is None or parts[:3] != ["mma_async", "sync", "aligned"]:
-            raise unsupported(i)
-        self.n, k = int(shape[1]), int(shape[2])
-        self.out, self.a, self.b = parts[4:]
-        wide = self.a in ("f16", "bf16")
-        self.size = BITS.get(self.a, 8) // 8
-        integer = self.a in ("s8", "u8")
-        if (
-            self.a not in BITS
-            or self.b not in BITS
-            or (self.size > 1 and self.a != self.b)
-            or integer != (self.b in ("s8", "u8"))
-            or self.out
-            not in (("s32",) if integer else ("f32", "f16") if self.a in ("f16", "e4m3", "e5m2") else ("f32",))
-            or k * self.size != 32
-            or self.n % 8
-        ):
-            raise unsupported(i)
+        _, self.n, self.k = parse_shape(i)
+        self.out, self.a, self.b = (p for p in i.parts[4:] if p != "satfinite")
+        wide, integer = self.a in ("f16", "bf16"), self.a in INTEGERS
         self.saturates = "satfinite" in i.parts
-        self.k = k
         d, a, b, scale, *remainder = i.operands
         count = self.n // (4 if self.out == "f16" else 2)
         if not isinstance(d, Vector) or len(d.items) != count:
@@ -171,7 +150,7 @@ class _WgmmaForm:
         self.read_a = [reader(r, "b32", i) for r in a.items] if isinstance(a, Vector) else [reader(a, "b64", i)]
         self.read_b = reader(b, "b64", i)
         self.accumulates = reader(scale, "pred", i)
-        flags = [_flag(o, i) for o in remainder]
+        flags = [int(np.int64(np.uint64(parse_constant(o, i)))) for o in remainder]
         self.sign = 1
         if not integer:
             self.sign = flags[0] * flags[1]
@@ -184,12 +163,6 @@ def _name(operand: Operand, i: Instruction) -> str:
     if not isinstance(operand, Register):
         raise unsupported(i, "has an operand that is not a register")
     return operand.name
-
-
-def _flag(operand: Operand, i: Instruction) -> int:
-    if not isinstance(operand, Immediate):
-        raise unsupported(i)
-    return int(np.int64(np.uint64(operand.bits)))
 
 
 def multiply(i: Instruction) -> Operation:
@@ -424,10 +397,7 @@ def build(i: Instruction) -> Operation:
         return _wait(i)
     if action == "mma_async":
         return multiply(i)
-    result = {"fence": _fence, "commit_group": _commit}.get(action)
-    if result is None:
-        raise unsupported(i)
-    return result
+    return _fence if action == "fence" else _commit
 
 
 BUILDERS = {"wgmma": build}

@@ -8,13 +8,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from greenfast.emulator.machine.blocks import WARP, ThreadSet, lane_indices
 from greenfast.emulator.machine.joint_writes import JOINT_WRITES
 from greenfast.emulator.machine.memory import Arena, GlobalMemory
 from greenfast.emulator.ptx.syntax import Instruction
 
 Numbers = NDArray[Any]
 #: Units of accesses: words, and for narrower ones bytes.
-WORD, WARP = 4, 32
+WORD = 4
 #: Bytes that are taken together.
 _PIECE = 16
 _STEPS = {1 << n: np.arange(0, _PIECE, 1 << n) for n in range(5)}
@@ -283,9 +284,9 @@ def group_units(offsets: Numbers, size: int) -> tuple[int, Numbers, int]:
     return WORD if size >= WORD else 1, offsets >> _SHIFTS[size], size
 
 
-def access_threads(lanes: slice | Numbers, count: int) -> Numbers:
+def access_threads(lanes: ThreadSet, count: int) -> Numbers:
     """Return the thread of each element of an access. A thread may have several elements."""
-    result = np.arange(lanes.start, lanes.stop) if isinstance(lanes, slice) else lanes
+    result = lane_indices(lanes)
     return result if len(result) == count else result[np.arange(count) * len(result) // count]
 
 

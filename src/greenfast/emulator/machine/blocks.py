@@ -43,6 +43,11 @@ def lane_indices(lanes: ThreadSet) -> NDArray[np.intp]:
     return np.arange(lanes.start, lanes.stop) if isinstance(lanes, slice) else lanes
 
 
+def are_whole_warps(lanes: ThreadSet) -> bool:
+    """Return whether these are all threads of some warps, for a number of threads that could be."""
+    return isinstance(lanes, slice) or bool((lanes[WARP - 1 :: WARP] - lanes[::WARP] == WARP - 1).all())
+
+
 def lane_count(lanes: ThreadSet) -> int:
     """Return how many threads a selection holds."""
     return int(lanes.stop - lanes.start) if isinstance(lanes, slice) else len(lanes)

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from greenfast.emulator.machine.blocks import WARP, ThreadSet, are_whole_warps, lane_indices
 from greenfast.emulator.ptx.syntax import SourceLine
 from greenfast.spec.facts import KernelCounts
 
-WARP = 32
 BANKS = 32
 SECTOR = 32
 
@@ -59,7 +59,7 @@ class Counts:
         space: str,
         store: bool,
         offsets: NDArray[np.int64],
-        threads: slice | NDArray[np.intp],
+        threads: ThreadSet,
         size: int,
         source: SourceLine | None,
     ) -> None:
@@ -118,7 +118,7 @@ class Counts:
         return KernelCounts(**values)
 
 
-def _sectors(offsets: NDArray[np.int64], threads: slice | NDArray[np.intp], size: int) -> int:
+def _sectors(offsets: NDArray[np.int64], threads: ThreadSet, size: int) -> int:
     """Return how many sectors each warp touches, in sum."""
     first = offsets // SECTOR
     if isinstance(threads, slice) and SECTOR % size == 0:  # then aligned elements are in one sector each
@@ -127,7 +127,7 @@ def _sectors(offsets: NDArray[np.int64], threads: slice | NDArray[np.intp], size
         if (steps < 0).any():
             steps = np.diff(np.sort(rows, axis=1), axis=1)
         return len(rows) + int(np.count_nonzero(steps))
-    warps = _indices(threads) // WARP
+    warps = lane_indices(threads) // WARP
     keys = warps * (1 << 40) + first
     last = (offsets + size - 1) // SECTOR
     if (last != first).any():
@@ -135,23 +135,12 @@ def _sectors(offsets: NDArray[np.int64], threads: slice | NDArray[np.intp], size
     return len(np.unique(keys))
 
 
-def _indices(threads: slice | NDArray[np.intp]) -> NDArray[np.intp]:
-    return np.arange(threads.start, threads.stop) if isinstance(threads, slice) else threads
-
-
-def _are_whole(threads: slice | NDArray[np.intp]) -> bool:
-    """Return whether these threads are whole warps, for a number of threads that could be."""
-    if isinstance(threads, slice):
-        return True
-    return bool((threads[WARP - 1 :: WARP] - threads[::WARP] == WARP - 1).all())
-
-
-def _shared(words: NDArray[np.int64], threads: slice | NDArray[np.intp], size: int) -> tuple[int, int]:
+def _shared(words: NDArray[np.int64], threads: ThreadSet, size: int) -> tuple[int, int]:
     """Return the passes over shared memory of one access by some warps, and the conflicts among them.
 
     Most often all warps are whole and access one pattern, each at a different place: it is counted once.
     """
-    if len(words) % WARP == 0 and _are_whole(threads):
+    if len(words) % WARP == 0 and are_whole_warps(threads):
         rows = words.reshape(-1, WARP)
         relative = rows - rows[:, :1]  # moving all words of a warp by as much keeps its conflicts
         if not (relative == relative[0]).all():
@@ -161,7 +150,7 @@ def _shared(words: NDArray[np.int64], threads: slice | NDArray[np.intp], size: i
         if result is None:
             result = _PATTERNS[key] = _total(_passes(rows[:1], size))
         return result[0] * len(rows), result[1] * len(rows)
-    threads = _indices(threads)
+    threads = lane_indices(threads)
     warps = threads // WARP
     table = np.full((int(warps[-1]) + 1, WARP), -1, np.int64)
     table[warps, threads % WARP] = words
