@@ -18,7 +18,7 @@ from greenfast.emulator.instructions.access import addresses, locate, parse_spac
 from greenfast.emulator.instructions.operands import reader, writer
 from greenfast.emulator.machine.blocks import ThreadSet, Values, lane_count, lane_indices
 from greenfast.emulator.machine.mbarriers import PENDING, PHASE_SHIFT, MbarrierError, Rows
-from greenfast.emulator.machine.memory import BARRIER, UNWRITTEN
+from greenfast.emulator.machine.memory import BARRIER, UNUSED_BARRIER, UNWRITTEN
 from greenfast.emulator.machine.state import Operation, ResidentBlocks
 from greenfast.emulator.ptx.syntax import Instruction, Operand
 
@@ -45,6 +45,13 @@ def find_mbarriers(operand: Operand, i: Instruction, space: str) -> Callable[[Re
         rows = where(m, lanes)
         with faults(m, lanes):
             m.mbarriers.require(rows)
+        states = m.shared.state.reshape(-1, _SIZE)
+        used = (states[rows] == BARRIER).all(axis=1)
+        if not used.all():
+            overwritten = np.flatnonzero(~used & (states[rows] != UNUSED_BARRIER).any(axis=1))
+            if len(overwritten):
+                raise m.fault("an mbarrier that was overwritten", int(lane_indices(lanes)[overwritten[0]]))
+            states[rows] = BARRIER
         return rows
 
     return run
@@ -79,7 +86,7 @@ def init(i: Instruction) -> Operation:
         rows = where(m, lanes)
         with faults(m, lanes):
             m.mbarriers.init(rows, _integers(count(m, lanes), lanes))
-        m.shared.state.reshape(-1, _SIZE)[rows] = BARRIER
+        m.shared.state.reshape(-1, _SIZE)[rows] = UNUSED_BARRIER
 
     return run
 

@@ -16,8 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 #: State of a byte: outside of every allocation, allocated and never written, written, being copied to, of an mbarrier,
-#: of a variable that the module begins with another value, left by an earlier launch and not yet written in this one.
-OUTSIDE, UNWRITTEN, WRITTEN, IN_FLIGHT, BARRIER, LEFT = 0, 1, 2, 3, 4, 5
+#: of a variable that the module begins with another value, left by an earlier launch and not yet written in this one,
+#: of an mbarrier that nothing has used since mbarrier.init, which may be overwritten (Triton 3.6 allocates data there).
+OUTSIDE, UNWRITTEN, WRITTEN, IN_FLIGHT, BARRIER, LEFT, UNUSED_BARRIER = range(7)
 
 #: How the reason of a BadAccessError for a read of UNWRITTEN bytes ends.
 UNWRITTEN_READ = "of an element that nothing has written"
@@ -149,7 +150,7 @@ class Arena:
             reason = f"{access} out of bounds"
         elif (worst == IN_FLIGHT).any():
             reason = f"{access} of data that an asynchronous copy has not delivered (no wait for it)"
-        elif (worst == BARRIER).any():
+        elif ((worst == BARRIER) | (worst == UNUSED_BARRIER)).any():
             reason = f"{access} of an mbarrier"
         elif (worst == LEFT).any():
             reason = f"{access} of what an earlier launch left"
