@@ -120,6 +120,28 @@ def test_greenfast_refuses_what_is_refused(change: dict[str, Any]) -> None:
         call(greenfast.sdpa, change)
 
 
+TRIANGLE = torch.ones(40, 40).bool().tril()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"attn_mask": TRIANGLE, "window": (3, 0)},
+        {"attn_mask": TRIANGLE, "kv_lengths": torch.tensor([3, 4])},
+        {"attn_mask": greenfast.BlockMask.from_bool(TRIANGLE[:30])},
+        {"attn_mask": greenfast.BlockMask.from_bool(TRIANGLE.repeat(3, 1, 1))},
+        {"attn_mask": greenfast.BlockMask.from_bool(TRIANGLE.repeat(3, 1, 1, 1))},
+        {"sinks": torch.zeros(3)},
+        {"kv_lengths": torch.tensor([1, 2, 3])},
+    ],
+    ids=["window", "kv_lengths", "lengths", "heads", "batch", "sinks", "lengths of another batch"],
+)
+def test_explains_refusals_of_options(change: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=":") as refused:
+        call(greenfast.sdpa, change)
+    assert call(greenfast.explain, change) == greenfast.Explanation("torch", str(refused.value), "", "torch")
+
+
 @pytest.mark.parametrize("change", TAKEN, ids=names)
 def test_greenfast_computes_what_is_taken(change: dict[str, Any]) -> None:
     result = call(greenfast.explain, change)

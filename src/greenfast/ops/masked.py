@@ -185,18 +185,8 @@ def make_spec(mask: Any, causal: int, options: ScoreOptions, q_len: Any, kv_len:
     """
     left, right = options.window
     if mask is not None:
-        if (left, right) != (-1, -1):
-            raise ValueError("window: not with attn_mask; make it a part of the mask")
-        if options.kv_lengths is not None:
-            raise ValueError("kv_lengths: not with attn_mask; make them a part of the mask")
-        if isinstance(mask, BlockMask):
-            if not (require(mask.q_len == q_len) and require(mask.kv_len == kv_len)):
-                raise ValueError(
-                    f"attn_mask: a BlockMask of {mask.q_len} queries and {mask.kv_len} keys; {q_len} and {kv_len} are "
-                    "needed"
-                )
-            return MaskSpec(lists=mask)
-        return _MASKS.get(mask, causal, q_len, kv_len, batch)
+        _check_combination(mask, options, q_len, kv_len)
+        return MaskSpec(lists=mask) if isinstance(mask, BlockMask) else _MASKS.get(mask, causal, q_len, kv_len, batch)
     if causal:
         right = 0
     lengths = options.kv_lengths
@@ -206,6 +196,32 @@ def make_spec(mask: Any, causal: int, options: ScoreOptions, q_len: Any, kv_len:
     if plain and options.softcap == 0.0 and options.sinks is None and options.skip_threshold == 0.0:
         return None
     return MaskSpec(causal or options.alignment, left, right, lengths)
+
+
+def _check_combination(mask: Any, options: ScoreOptions, q_len: Any, kv_len: Any) -> None:
+    """Raise ValueError for options that are not allowed with a mask, and for a BlockMask of other lengths."""
+    if options.window != (-1, -1):
+        raise ValueError("window: not with attn_mask; make it a part of the mask")
+    if options.kv_lengths is not None:
+        raise ValueError("kv_lengths: not with attn_mask; make them a part of the mask")
+    if isinstance(mask, BlockMask) and not (require(mask.q_len == q_len) and require(mask.kv_len == kv_len)):
+        raise ValueError(
+            f"attn_mask: a BlockMask of {mask.q_len} queries and {mask.kv_len} keys; {q_len} and {kv_len} are needed"
+        )
+
+
+def check_options(mask: Any, options: ScoreOptions, query: Tensor, kv_len: Any) -> None:
+    """Raise ValueError for a mask and options that ``sdpa`` refuses for a call. No value is read.
+
+    mask: of a CanonicalCall. query: of its shape, (B, H, S, D).
+    """
+    if mask is not None:
+        _check_combination(mask, options, query.shape[2], kv_len)
+    # sdpa casts both; empty tensors of the same shape cost no launch.
+    lengths = None if options.kv_lengths is None else torch.empty_like(options.kv_lengths, dtype=torch.int32)
+    sinks = None if options.sinks is None else torch.empty_like(options.sinks, dtype=torch.float32)
+    lists = (mask.counts, mask.entries, mask.bits) if isinstance(mask, BlockMask) else (None, None, None)
+    _check_mask(query, kv_len, lengths, None, sinks, *lists)
 
 
 def describe_mask(mask: Any, options: ScoreOptions) -> str:
@@ -358,12 +374,6 @@ def _check_mask(
             raise ValueError(f"attn_mask: its {name} is {n}; 1 or {whole} is needed")
     BlockMask(counts, entries, bits, q_len, kv_len)  # checks them
     check_device("attn_mask", counts, "query", query)
-
-
-def check_spec(query: Tensor, kv_len: Any, spec: MaskSpec, sinks: Tensor | None) -> None:
-    """Raise TypeError or ValueError for a mask and sinks that do not fit to a call without an operator."""
-    lists = (None, None, None) if spec.lists is None else (spec.lists.counts, spec.lists.entries, spec.lists.bits)
-    _check_mask(query, kv_len, spec.kv_lengths, spec.kv_rows, None if sinks is None else sinks.float(), *lists)
 
 
 def _make_spec(

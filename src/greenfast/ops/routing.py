@@ -40,7 +40,15 @@ from greenfast.ops.canonicalize import (
     is_jagged,
 )
 from greenfast.ops.context_stack import ACTIVE, in_context_parallel
-from greenfast.ops.masked import NO_OPTIONS, TOKEN_MASKS, ScoreOptions, describe_mask, is_padding, parse_options
+from greenfast.ops.masked import (
+    NO_OPTIONS,
+    TOKEN_MASKS,
+    ScoreOptions,
+    check_options,
+    describe_mask,
+    is_padding,
+    parse_options,
+)
 from greenfast.ops.parts import list_tensors
 from greenfast.ops.quantized import (
     BACKWARDS,
@@ -357,6 +365,11 @@ def _explain_tensors(
     cost = describe_mask(form.mask, options)
     if cost and (precision == TOKEN or not _has_masks(query, gpu)):
         return Explanation(TORCH, TOKEN_MASKS if precision == TOKEN else MASKED_ON_HOPPER)
+    if not jagged and (options is not NO_OPTIONS or isinstance(form.mask, BlockMask)):
+        try:
+            check_options(form.mask, options, query.new_empty(1).expand(form.query), form.key[2])
+        except ValueError as refused:
+            return Explanation(TORCH, str(refused))
     if form.empty:
         return Explanation(NONE, "no rows, or no keys that they attend to: zeros, without a kernel", fixed)
     dtype = get_cast_dtype(query, float32_as)

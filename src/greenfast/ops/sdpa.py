@@ -49,7 +49,7 @@ from greenfast.ops.masked import (
     MaskSpec,
     ScoreOptions,
     are_defaults,
-    check_spec,
+    check_options,
     clear_padding,
     compute_masked,
     compute_masked_codes,
@@ -442,7 +442,7 @@ def _canonicalized_sdpa(
         return out if lse is None else (out, lse)
     if form.empty:
         if spec is not None:
-            check_spec(query.new_empty(1).expand(form.query), form.key[2], spec, options.sinks)
+            check_options(form.mask, options, query.new_empty(1).expand(form.query), form.key[2])
         out, lse = _build_empty_result(form, query, key, value)
         if options.sinks is not None:
             lse = lse.maximum(options.sinks.float().unsqueeze(-1))
