@@ -15,12 +15,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_iter
 
-from greenfast.emulator.triton.storage import UnwrittenBytes
+from greenfast.emulator.triton.storage import StorageMap, UnwrittenBytes
 from greenfast.spec.errors import UnsupportedError
 
 _CUDA, _CPU = torch.device("cuda", 0), torch.device("cpu")
@@ -60,8 +59,7 @@ class Labels:
     """The devices of storages. A storage without a label counts as CUDA's: code below Python made it."""
 
     def __init__(self) -> None:
-        self._labels: dict[int, tuple[StorageWeakRef, torch.device]] = {}
-        self._limit = 1024
+        self._labels = StorageMap[torch.device]()
 
     def get(self, tensor: torch.Tensor) -> torch.device:
         """Return the device of a tensor."""
@@ -70,22 +68,13 @@ class Labels:
 
     def find(self, tensor: torch.Tensor) -> torch.device | None:
         """Return the device of a tensor, None if it has no label."""
-        entry = self._labels.get(_storage(tensor)._cdata) if tensor.layout == torch.strided else None
-        return None if entry is None or _expired(entry) else entry[1]
+        return self._labels.get(_storage(tensor)._cdata) if tensor.layout == torch.strided else None
 
     def put(self, tensor: torch.Tensor, device: torch.device) -> None:
         """Label the storage of a tensor."""
-        if tensor.layout != torch.strided:
-            return
-        storage = _storage(tensor)
-        self._labels[storage._cdata] = StorageWeakRef(storage), device  # type: ignore[no-untyped-call]
-        if len(self._labels) > self._limit:
-            self._labels = {key: entry for key, entry in self._labels.items() if not _expired(entry)}
-            self._limit = max(1024, 2 * len(self._labels))
-
-
-def _expired(entry: tuple[StorageWeakRef, Any]) -> bool:
-    return bool(entry[0].expired())  # type: ignore[no-untyped-call]
+        if tensor.layout == torch.strided:
+            storage = _storage(tensor)
+            self._labels.put(storage._cdata, storage, device)
 
 
 def _storage(tensor: torch.Tensor) -> Any:
@@ -156,8 +145,8 @@ class LabelMode(TorchFunctionMode):
         self.labels = Labels()
         #: CPU tensors in pinned memory.
         self.pinned = Labels()
-        #: Storages with addresses that were read, and their sizes, by address.
-        self.addressed: dict[int, tuple[StorageWeakRef, int]] = {}
+        #: The sizes of storages with addresses that were read.
+        self.addressed = StorageMap[int]()
         #: Bytes that nothing has written, of tensors made by torch.empty and the like.
         self.unwritten = UnwrittenBytes()
         #: Called with a CUDA tensor before it is copied to the host.
@@ -288,14 +277,12 @@ class LabelMode(TorchFunctionMode):
         """Return the address, and remember its storage: a kernel may get the address through memory."""
         if tensor.dtype != torch.int64:
             storage = tensor.untyped_storage()
-            reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-            self.addressed[storage.data_ptr()] = reference, storage.nbytes()
+            self.addressed.put(storage.data_ptr(), storage, storage.nbytes())
         return tensor.data_ptr()
 
     def find_addressed(self) -> list[tuple[int, int]]:
         """Return start and end of the living storages with addresses that were read."""
-        self.addressed = {key: entry for key, entry in self.addressed.items() if not _expired(entry)}
-        return [(start, start + size) for start, (_, size) in self.addressed.items()]
+        return [(start, start + size) for start, _, size in self.addressed.living()]
 
     def _numpy(self, tensor: torch.Tensor, *, force: bool = False) -> Any:
         if self.get_device(tensor).type == "cuda" and not force:

@@ -382,7 +382,7 @@ def run_launch(
         if name in result.unwritten_bytes and unwritten is not None:
             mask = result.unwritten_bytes[name]
             result.outputs[name][mask] = view[mask]
-            unwritten.set(region.start, mask)
+            masks[name][:] = mask
         if not np.array_equal(view, result.outputs[name]):
             view[...] = result.outputs[name]
     result.outputs = {}

@@ -24,7 +24,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import cpp_extension
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map
@@ -43,7 +42,7 @@ from greenfast.emulator.machine.memory import GLOBAL_BASE
 from greenfast.emulator.machine.tensormap import encode, lay_out
 from greenfast.emulator.ptx.names import demangle
 from greenfast.emulator.triton.cuda_tensors import LabelMode, parse_device, replace_attribute, without_modes
-from greenfast.emulator.triton.storage import MemoryRegion, Regions
+from greenfast.emulator.triton.storage import MemoryRegion, Regions, StorageMap
 from greenfast.emulator.variables import initial_value
 from greenfast.spec.errors import CompileError, GreenfastError, MachineError, UnsupportedError, UsageError
 from greenfast.spec.facts import ERROR
@@ -68,7 +67,7 @@ class ExtensionMemory:
     """The storages that extensions can reach, by address."""
 
     def __init__(self) -> None:
-        self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._sizes = StorageMap[int]()
         #: Storages of cudaMalloc by address.
         self.allocated: dict[int, torch.Tensor] = {}
 
@@ -76,13 +75,12 @@ class ExtensionMemory:
         """Add the storage of a CPU tensor."""
         storage = tensor.untyped_storage()
         if storage.nbytes():
-            reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-            self._storages[storage.data_ptr()] = reference, storage.nbytes()
+            self._sizes.put(storage.data_ptr(), storage, storage.nbytes())
 
     def find(self, address: int) -> tuple[Any, int] | None:
         """Return the storage that holds an address, and the offset there; None if no storage holds it."""
-        for start, (reference, size) in self._storages.items():
-            if start <= address < start + size and not reference.expired():  # type: ignore[no-untyped-call]
+        for start, reference, size in self._sizes.living():
+            if start <= address < start + size:
                 return torch.UntypedStorage._new_with_weak_ptr(reference.cdata), address - start
         return None
 

@@ -6,7 +6,7 @@ import bisect
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from greenfast.spec.errors import UsageError
 from greenfast.spec.kernel import Packed
 
 Bytes = NDArray[np.uint8]
+_T = TypeVar("_T")
 
 
 @dataclass
@@ -57,43 +58,55 @@ def find_region(name: str, value: Any) -> tuple[MemoryRegion, int]:
         return region, tensor.data_ptr()
 
 
+class StorageMap(Generic[_T]):
+    """A value for each of some storages, by address, until the storage is freed."""
+
+    def __init__(self) -> None:
+        self._entries: dict[int, tuple[StorageWeakRef, _T]] = {}
+        self._limit = 1024
+
+    def put(self, address: int, storage: Any, value: _T) -> None:
+        """Set the value of a storage."""
+        self._entries[address] = StorageWeakRef(storage), value  # type: ignore[no-untyped-call]
+        if len(self._entries) > self._limit:
+            self._entries = {key: self._entries[key] for key, *_ in self.living()}
+            self._limit = max(1024, 2 * len(self._entries))
+
+    def get(self, address: int) -> _T | None:
+        """Return the value of the storage at an address; None if no living storage has one there."""
+        reference, value = self._entries.get(address, (None, None))
+        return None if reference is None or reference.expired() else value  # type: ignore[no-untyped-call]
+
+    def discard(self, address: int) -> None:
+        """Remove the value at an address."""
+        self._entries.pop(address, None)
+
+    def living(self) -> list[tuple[int, StorageWeakRef, _T]]:
+        """Return address, reference and value of each living storage."""
+        return [(key, *entry) for key, entry in self._entries.items() if not entry[0].expired()]  # type: ignore[no-untyped-call]
+
+
 class UnwrittenBytes:
     """The bytes of storages that nothing has written, as in ``torch.empty``. Other storages are written."""
 
     def __init__(self) -> None:
-        self._masks: dict[int, tuple[StorageWeakRef, NDArray[np.bool_]]] = {}
-        self._limit = 1024
+        self._masks = StorageMap[NDArray[np.bool_]]()
 
     def add(self, tensor: torch.Tensor) -> None:
         """Add a new tensor's storage, all of it unwritten."""
         storage = tensor.untyped_storage()
-        if len(self._masks) >= self._limit:
-            self._masks = {key: entry for key, entry in self._masks.items() if not _is_expired(entry[0])}
-            self._limit = max(1024, 2 * len(self._masks))
         if storage.nbytes():
-            reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-            self._masks[storage.data_ptr()] = reference, np.ones(storage.nbytes(), np.bool_)
+            self._masks.put(storage.data_ptr(), storage, np.ones(storage.nbytes(), np.bool_))
 
     def discard(self, tensor: torch.Tensor) -> None:
         """Count a tensor's storage as written."""
-        if self._masks and tensor.layout == torch.strided and tensor.device.type == "cpu":
-            self._masks.pop(tensor.untyped_storage().data_ptr(), None)
+        if tensor.layout == torch.strided and tensor.device.type == "cpu":
+            self._masks.discard(tensor.untyped_storage().data_ptr())
 
     def find(self, start: int, size: int) -> NDArray[np.bool_] | None:
         """Return the unwritten bytes of the living storage with an address and a size; None if all are written."""
-        entry = self._masks.get(start)
-        return None if entry is None or _is_expired(entry[0]) or len(entry[1]) != size else entry[1]
-
-    def set(self, start: int, mask: NDArray[np.bool_]) -> None:
-        """Set the unwritten bytes of a storage that has some."""
-        if mask.any():
-            self._masks[start] = self._masks[start][0], mask
-        else:
-            del self._masks[start]
-
-
-def _is_expired(reference: StorageWeakRef) -> bool:
-    return bool(reference.expired())  # type: ignore[no-untyped-call]
+        mask = self._masks.get(start)
+        return None if mask is None or len(mask) != size or not mask.any() else mask
 
 
 class Regions:
