@@ -79,8 +79,8 @@ def test_a_clock_that_went_through_memory_is_another_one() -> None:
 def test_bits_of_an_address_are_other_ones(bits: str) -> None:
     result = run(f"{bits} setp.ne.u64 %p1, %rd8, 0; {WRONG}")
     assert any("other bits with other clocks, multiprocessors and addresses" in text for text in result.violations)
-    harmless = run(f"and.b64 %rd8, %rd1, 15; setp.ne.u64 %p1, %rd8, 0; {WRONG}")
-    assert harmless.violations == [], "no address of a buffer is that odd"
+    harmless = run(f"and.b64 %rd8, %rd1, 256; setp.gt.u64 %p1, %rd8, 256; {WRONG}")
+    assert harmless.violations == [], "no address has such bits"
     assert any("a comparison depends on bits of an address" in note for note in harmless.notes)
 
 
@@ -94,6 +94,24 @@ def test_memory_behind_an_address_that_no_run_has_is_reached(bits: str) -> None:
         "and.b64 %rd8, %rd4, 15; setp.eq.u64 %p1, %rd8, 0; @%p1 ld.global.v4.u32 {%r6, %r7, %r8, %r9}, [%rd4];"
     )
     assert not any("misaligned" in text for text in vectors.violations)
+
+
+@pytest.mark.parametrize(
+    ("bits", "is_defined"),
+    [
+        ("and.b64 %rd8, %rd4, 15;", True),
+        ("cvt.u32.u64 %r8, %rd1; neg.s32 %r8, %r8; and.b32 %r9, %r8, 12; cvt.u64.u32 %rd8, %r9;", True),
+        ("and.b64 %rd8, %rd4, 511;", False),
+        ("and.b64 %rd8, %rd4, -16;", False),
+        ("mov.b64 {%r8, %r9}, %rd1; and.b32 %r9, %r9, 15; cvt.u64.u32 %rd8, %r9;", False),
+        ("cvt.u32.u64 %r8, %rd1; shl.b32 %r9, %r1, %r8; and.b32 %r9, %r9, 15; cvt.u64.u32 %rd8, %r9;", False),
+        ("shr.u64 %rd8, %rd1, 20; and.b64 %rd8, %rd8, 15;", False),
+        ("cvt.rn.f32.u64 %f1, %rd1; mov.b32 %r9, %f1; and.b32 %r9, %r9, 15; cvt.u64.u32 %rd8, %r9;", False),
+    ],
+)
+def test_the_alignment_of_an_address_is_defined(bits: str, is_defined: bool) -> None:
+    _, program = load_program(PTX % f"{bits} setp.ne.u64 %p1, %rd8, 0; {WRONG}", "k")
+    assert bool(find_dependence(program.function, {("px", 0), ("py", 0)}).bits) != is_defined
 
 
 def test_the_end_of_a_buffer_is_no_bits_of_an_address() -> None:

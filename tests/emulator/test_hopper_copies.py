@@ -239,7 +239,8 @@ def test_wrong_tensor_copies(old: str, new: str, message: str) -> None:
         ({"swizzle": 16}, r"a swizzle of 16; known are 0, 32, 64 and 128"),
         ({"swizzle": 64}, r"less than its swizzle of 64"),
         ({"shape": (33, 128)}, r"shape \(33, 128\) with strides \(128, 1\) needs 4224 bytes of 4096"),
-        ({"box": (16,)}, r"needs 1 to 5 dimensions"),
+        ({"box": (16,)}, r"2 extents, 2 strides and 1 extents of the box; each has one entry for each"),
+        ({"dtype": "bf16"}, r"unknown dtype 'bf16'; NumPy's names"),
         ({"buffer": "z"}, r"tensor map over 'z': no buffer of the case"),
     ],
 )

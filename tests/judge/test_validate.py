@@ -158,7 +158,10 @@ def test_what_is_not_fast_enough_is_deferred(run: Callable[..., Outcome], candid
         (behaviours.changes_an_input, "memory (input 'k' was changed)"),
         (behaviours.writes_behind, "memory (memory around 'out' was written)"),
         (behaviours.writes_in_front, "memory (memory around 'q_scale' was written)"),
-        (behaviours.races, "repeat (2 runs on the same input gave different bits (a race?))"),
+        (
+            behaviours.races,
+            "repeat (2 runs on the same input gave different bits (a race? float atomics have no fixed order))",
+        ),
         (behaviours.right_for_one_seed, "b1_h1_s32_d64 seed 1: max_abs_err"),
         (behaviours.crashes, "ran (crash: the process ended during run (exit -11))"),
         (behaviours.hangs, "ran (hang: run did not end within 30 s"),

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from greenfast.emulator.machine.environment import UNDEFINED
-from greenfast.emulator.ptx.syntax import Address, Function, Instruction, Special, Symbol, list_registers
+from greenfast.emulator.ptx.syntax import (
+    Address,
+    Function,
+    Immediate,
+    Instruction,
+    Register,
+    Special,
+    Symbol,
+    list_registers,
+)
 from greenfast.spec.kernel import MAP_BYTES
 
 #: Instructions that compute a predicate from values.
@@ -17,6 +27,10 @@ _NO_RESULT = (
 )
 #: Instructions after which an address is still one.
 _KEEPS_ADDRESS = ("mov", "cvta", "add", "sub", "mad", "selp")
+#: Instructions of integers whose low bits of the result depend on the low bits of the operands only.
+_KEEPS_LOW_BITS = (*_KEEPS_ADDRESS, "cvt", "mul", "neg", "not", "and", "or", "xor", "shl")
+#: Buffers begin at a multiple of so many bytes, so an address modulo this number is defined.
+_ALIGNMENT = 256
 
 
 @dataclass(frozen=True)
@@ -25,7 +39,7 @@ class Dependence:
 
     comparisons: by instruction number, the registers of UNDEFINED that its result may depend on. undefined: whether the
     kernel reads such a register. addresses: whether a comparison or a value that is no address depends on the address
-    of a buffer. bits: comparisons of values that are computed from bits of an address.
+    of a buffer. bits: comparisons of values that are computed from bits of an address above its alignment.
     """
 
     comparisons: dict[int, tuple[str, ...]]
@@ -51,8 +65,10 @@ def find_dependence(function: Function, pointers: Collection[tuple[str, int]]) -
         i.name not in (*_KEEPS_ADDRESS, *_NO_RESULT, "ld", "atom", "prefetch", "cp", "mbarrier") and _sources(i, held)
         for i in function.code
     )
+    masked = _find_alignment_masks(function, held)
+    held = _follow(function, lambda i: _pointer(i, pointers), loads=False, ends=masked)
     no_start = (*_KEEPS_ADDRESS, *_NO_RESULT, *_COMPARES, "ld", "atom")
-    taken = _follow(function, lambda i: set() if i.name in no_start else _sources(i, held), loads=True)
+    taken = _follow(function, lambda i: set() if i.name in no_start else _sources(i, held), loads=True, ends=masked)
     bits = tuple(pc for pc, i in enumerate(function.code) if i.name in _COMPARES and _sources(i, taken))
     return Dependence(comparisons, bool(reads), addresses, bits)
 
@@ -88,10 +104,39 @@ def _pointer(i: Instruction, pointers: Collection[tuple[str, int]]) -> set[str]:
     return set()
 
 
-def _follow(function: Function, begins: Callable[[Instruction], set[str]], *, loads: bool) -> dict[str, set[str]]:
+def _find_alignment_masks(function: Function, held: dict[str, set[str]]) -> set[int]:
+    """Return the numbers of instructions that keep only bits of an address below the alignment of buffers."""
+    high = _follow(function, lambda i: set() if _keeps_low_bits(i) else _sources(i, held), loads=True)
+    return {
+        pc
+        for pc, i in enumerate(function.code)
+        if i.name == "and"
+        and any(isinstance(o, Immediate) and 0 <= o.bits < _ALIGNMENT for o in i.operands[1:])
+        and not _sources(i, high)
+    }
+
+
+def _keeps_low_bits(i: Instruction) -> bool:
+    """Return whether the low bits of an instruction's result depend on the low bits of its operands only."""
+    return (
+        i.name in _KEEPS_LOW_BITS
+        and not any(part in ("hi", "sat") or re.match(r"b?f\d", part) for part in i.parts)
+        and isinstance(i.operands[0], Register)  # no halves of a register
+        and (i.name != "shl" or isinstance(i.operands[2], Immediate))
+    )
+
+
+def _follow(
+    function: Function,
+    begins: Callable[[Instruction], set[str]],
+    *,
+    loads: bool,
+    ends: Collection[int] = (),
+) -> dict[str, set[str]]:
     """Return, by register, the origins that its value may depend on.
 
-    loads: whether a loaded value depends on the origins of its address.
+    loads: whether a loaded value depends on the origins of its address. ends: instructions with a result that depends
+    on no origin.
     """
     held: dict[str, set[str]] = {}
     starts = [begins(i) for i in function.code]
@@ -100,8 +145,8 @@ def _follow(function: Function, begins: Callable[[Instruction], set[str]], *, lo
     changed = True
     while changed:
         changed = False
-        for i, start in zip(function.code, starts, strict=True):
-            if i.name in _NO_RESULT:
+        for pc, (i, start) in enumerate(zip(function.code, starts, strict=True)):
+            if i.name in _NO_RESULT or pc in ends:
                 continue
             sources = start if i.name == "ld" and not loads else start | _sources(i, held)
             for name in list_registers(i.operands[0]) if sources and i.operands else ():

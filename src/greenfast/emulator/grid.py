@@ -296,6 +296,7 @@ def _explore(steps: Sequence[KernelLaunch], result: GridResult, attempt: Callabl
         if note or not outcome.startswith("both"):
             result.notes.append(f"{note or around.name}; {outcome}")
     result.notes += [f"{note}; one of the two outcomes was not run" for _, note in forced[_MOST_FORCED:]]
+    result.notes[:] = dict.fromkeys(result.notes)  # a line may have several comparisons
 
 
 class _Chain:

@@ -11,6 +11,10 @@ from typing import Any, Literal, Protocol, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from greenfast.spec.errors import UsageError
+
+_MOST_DIMENSIONS = 5
+
 
 @dataclass(frozen=True)
 class TensorMap:
@@ -23,6 +27,8 @@ class TensorMap:
     strides: bytes per dimension, outermost first, multiples of 16. The last is the element size.
     box: elements of a tile per dimension, at most 256. swizzle: 0 (none), 32, 64 or 128 bytes, at least the box's
     innermost extent in bytes.
+
+    Raises UsageError for an unknown dtype or swizzle, and unless shape, strides and box have one entry per dimension.
     """
 
     buffer: str
@@ -31,6 +37,27 @@ class TensorMap:
     strides: tuple[int, ...]
     box: tuple[int, ...]
     swizzle: int
+
+    def __post_init__(self) -> None:
+        """Check what a driver does not check itself."""
+        lengths = len(self.shape), len(self.strides), len(self.box)
+        if not 1 <= lengths[0] <= _MOST_DIMENSIONS or len({*lengths}) > 1:
+            raise UsageError(
+                f"tensor map over {self.buffer!r}: {lengths[0]} extents, {lengths[1]} strides and {lengths[2]} extents "
+                f"of the box; each has one entry for each of 1 to {_MOST_DIMENSIONS} dimensions, outermost first, and "
+                "the last stride is the element's size"
+            )
+        try:
+            np.dtype(self.dtype)
+        except TypeError:
+            message = (
+                f"tensor map over {self.buffer!r}: unknown dtype {self.dtype!r}; NumPy's names are known, as float16"
+            )
+            raise UsageError(message) from None
+        if self.swizzle not in (0, 32, 64, 128):
+            raise UsageError(
+                f"tensor map over {self.buffer!r}: a swizzle of {self.swizzle}; known are 0, 32, 64 and 128"
+            )
 
 
 #: Bytes of a CUtensorMap, and the multiple of bytes at which it is stored.

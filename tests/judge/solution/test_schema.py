@@ -58,6 +58,12 @@ def test_structs_and_tensor_maps(tmp_path: Path) -> None:
     assert struct == Struct(("x", np.int64(4)))
     assert mapped == TensorMap("x", "float16", (4, 64), (128, 2), (64, 64), 128)
     assert scale == np.float32(0.5)
+    tile["strides"] = [128]  # as a driver takes them, without the innermost one
+    found = find_solution(write(tmp_path, launches=launch(args=[tile])))
+    with pytest.raises(
+        UsageError, match=r"args\[0\]: tensor map over 'x': 2 extents, 1 strides and 2 extents of the box"
+    ):
+        DeclaredFamily(found).program({}, "", {"N": 4})
 
 
 @pytest.mark.parametrize(

@@ -77,9 +77,7 @@ def bind(layout: TensorMap, memory: GlobalMemory) -> BoundMap:
 
 def lay_out(layout: TensorMap) -> BoundMap:
     """Return a tensor map over memory that begins at offset 0. Raises UsageError if the driver would reject it."""
-    rank, item = len(layout.shape), np.dtype(layout.dtype).itemsize
-    if not 1 <= rank <= _MOST_DIMENSIONS or len(layout.strides) != rank or len(layout.box) != rank:
-        raise _refused(layout, f"needs 1 to {_MOST_DIMENSIONS} dimensions, as many strides and box extents as extents")
+    item = np.dtype(layout.dtype).itemsize
     if layout.strides[-1] != item:
         raise _refused(layout, f"its innermost stride must be the element's {item} bytes, not {layout.strides[-1]}")
     for extent, stride in zip(layout.shape[:-1], layout.strides[:-1], strict=True):
@@ -92,8 +90,6 @@ def lay_out(layout: TensorMap) -> BoundMap:
     inner = layout.box[-1] * item
     if inner % 16:
         raise _refused(layout, f"its box is {inner} bytes wide; the width must be a multiple of 16 bytes")
-    if layout.swizzle not in (0, 32, 64, 128):
-        raise _refused(layout, f"a swizzle of {layout.swizzle}; known are 0, 32, 64 and 128")
     if layout.swizzle and inner > layout.swizzle:
         raise _refused(layout, f"its box is {inner} bytes wide, more than its swizzle of {layout.swizzle}")
     if layout.swizzle and inner < layout.swizzle:

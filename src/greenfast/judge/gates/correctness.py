@@ -459,7 +459,9 @@ def _row(
     else:
         held |= {"memory_pass": not result.violations, "repeat_pass": result.repeatable}
         if not result.repeatable:
-            notes.append(f"{REPEATS} runs on the same input gave different bits (a race?)")
+            notes.append(
+                f"{REPEATS} runs on the same input gave different bits (a race? float atomics have no fixed order)"
+            )
         bound = references.get_bound(gates.kernel_error.rounding)
         compared = (decoded, references.exact, gates.kernel_error.bound_factor * bound, result.outputs)
         worst = worst_element(*compared)

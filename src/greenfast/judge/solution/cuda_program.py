@@ -193,11 +193,8 @@ def _tensor_map(solution: ResolvedSolution, key: str, spec: TensorMapSpec, names
     def evaluate_all(part: str, given: Sequence[Expression]) -> tuple[int, ...]:
         return tuple(_whole(solution, f"{key}.{part}[{n}]", text, names) for n, text in enumerate(given))
 
-    return TensorMap(
-        buffer=spec.buffer,
-        dtype=spec.dtype,
-        shape=evaluate_all("shape", spec.shape),
-        strides=evaluate_all("strides", spec.strides),
-        box=evaluate_all("box", spec.box),
-        swizzle=spec.swizzle,
-    )
+    shape, strides, box = (evaluate_all(part, getattr(spec, part)) for part in ("shape", "strides", "box"))
+    try:
+        return TensorMap(spec.buffer, spec.dtype, shape, strides, box, spec.swizzle)
+    except UsageError as e:
+        raise UsageError(f"{solution.path}: {key}: {e}") from None
