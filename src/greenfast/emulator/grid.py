@@ -278,7 +278,7 @@ def _explore(steps: Sequence[KernelLaunch], result: GridResult, attempt: Callabl
             forced.append((around, note))
     todo = [*([(OTHER, "")] if differs else []), *forced[:_MOST_FORCED]]
     for around, note in todo:
-        outcome = "both outcomes were run"
+        outcome, before = "both outcomes were run", len(result.differences)
         try:
             other = attempt(around)
         except KernelFaultError as e:
@@ -293,10 +293,11 @@ def _explore(steps: Sequence[KernelLaunch], result: GridResult, attempt: Callabl
             same = all(other.outputs[n].tobytes() == data.tobytes() for n, data in result.outputs.items())
             if around.is_possible and not same:
                 result.differences.append(f"the outputs are other bits with {around.name}")
-        if note or not outcome.startswith("both"):
+        if len(result.differences) == before and (note or not outcome.startswith("both")):
             result.notes.append(f"{note or around.name}; {outcome}")
     result.notes += [f"{note}; one of the two outcomes was not run" for _, note in forced[_MOST_FORCED:]]
-    result.notes[:] = dict.fromkeys(result.notes)  # a line may have several comparisons
+    for texts in (result.differences, result.notes):
+        texts[:] = dict.fromkeys(texts)  # a line may have several comparisons
 
 
 class _Chain:
