@@ -24,7 +24,6 @@ from greenfast.spec.arch import Target
 from greenfast.spec.errors import CompileError, MachineError, UnsupportedError, UsageError
 
 SOURCES = (".cu",)
-DEFAULT_ARCH = "sm_90a"
 #: Libraries without PTX, by the beginning of the names of their headers, functions and files.
 LIBRARIES = {
     **{"cublas": "cuBLAS", "cudnn": "cuDNN", "cufft": "cuFFT", "curand": "cuRAND's host API", "cusolver": "cuSOLVER"},
@@ -38,7 +37,6 @@ _MISSING = re.compile(
 )
 #: Names by which a program needs CUDA's runtime.
 _DYNAMIC = re.compile(rb"libcudart\.so\.(\d+)\0")
-_STATIC = b"libcudart_static"
 
 
 @dataclass(frozen=True)

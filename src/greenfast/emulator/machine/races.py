@@ -274,15 +274,7 @@ class Races:
     def read_shared(self, offsets: Numbers, size: int) -> None:
         """Check and record a read of ``size`` bytes per thread."""
         number = self.begin()
-        floor, least = self.ordering.min_clock[self.warp], self.warp_sync.min_clock(self.warp)
-        for table in self.shared_writes.values():
-            if table.latest_other(self.warp) > floor:
-                _, rows, whole = group_units(offsets, size)
-                self.check_shared(table, rows, whole, "read", "write", None)
-            if table.latest[self.warp] > least:
-                unit, rows, whole = group_units(offsets, size)
-                mine = threads_by_unit(self.threads(len(offsets)), len(rows), whole // unit)
-                self.check_warp(table, rows, whole, mine, "read", "write", None)
+        self.check_tables(self.shared_writes, offsets, size, "read", "write")
         if id(self.m.current) not in self.looks:
             self.atomics.check_read(offsets, size)
         self._new_reads[self.warp].append((offsets, size, number, self.m.access_lanes, self.warp_sync.collective))
@@ -390,6 +382,19 @@ class Races:
     def threads(self, count: int, lanes: ThreadSet | None = None) -> Numbers:
         """Return the thread of each element of an access by ``lanes`` (default: the current access)."""
         return access_threads(self.m.access_lanes if lanes is None else lanes, count)
+
+    def check_tables(self, tables: AccessTables, offsets: Numbers, size: int, access: str, other: str) -> None:
+        """Report an access of ``size`` bytes per thread that is not ordered after one in the tables."""
+        floor, least = self.ordering.min_clock[self.warp], self.warp_sync.min_clock(self.warp)
+        for table in tables.values():
+            unordered = table.latest_other(self.warp) > floor
+            if not unordered and table.latest[self.warp] <= least:
+                continue
+            unit, rows, whole = group_units(offsets, size)
+            if unordered:
+                self.check_shared(table, rows, whole, access, other, None)
+            mine = threads_by_unit(self.threads(len(offsets)), len(rows), whole // unit)
+            self.check_warp(table, rows, whole, mine, access, other, None)
 
     def check_warp(
         self, table: AccessTable, rows: Numbers, size: int, mine: Numbers, access: str, other: str, values: Any
@@ -748,22 +753,13 @@ class Atomics:
         scope: within which it is atomic.
         """
         races = self.races
+        if lock:
+            return
         if space == "global":
-            if lock:
-                return
             tags = races.tags(races.begin(), len(offsets))
             races.check_global(races.record.writes, offsets, size, tags, "atomic access", "write", None)
-        elif lock:
-            return
         else:
-            floor, least = races.ordering.min_clock[races.warp], races.warp_sync.min_clock(races.warp)
-            for table in races.shared_writes.values():
-                unit, rows, whole = group_units(offsets, size)
-                if table.latest_other(races.warp) > floor:
-                    races.check_shared(table, rows, whole, "atomic access", "write", None)
-                if table.latest[races.warp] > least:
-                    mine = threads_by_unit(races.threads(len(offsets)), len(rows), whole // unit)
-                    races.check_warp(table, rows, whole, mine, "atomic access", "write", None)
+            races.check_tables(races.shared_writes, offsets, size, "atomic access", "write")
 
     def check_scopes(self, offsets: Numbers, size: int, scope: int, writes: bool) -> None:
         """Check an atomic, volatile, relaxed, acquire or release access to global memory against earlier ones.
@@ -816,15 +812,7 @@ class Atomics:
 
     def check_read(self, offsets: Numbers, size: int) -> None:
         """Check an ordinary read of shared memory against atomic accesses."""
-        races = self.races
-        floor, least = races.ordering.min_clock[races.warp], races.warp_sync.min_clock(races.warp)
-        for table in self._shared.values():
-            if table.latest_other(races.warp) <= floor and table.latest[races.warp] <= least:
-                continue
-            unit, rows, whole = group_units(offsets, size)
-            mine = threads_by_unit(races.threads(len(offsets)), len(rows), whole // unit)
-            races.check_shared(table, rows, whole, "read", "atomic access", None)
-            races.check_warp(table, rows, whole, mine, "read", "atomic access", None)
+        self.races.check_tables(self._shared, offsets, size, "read", "atomic access")
 
     def check_write(self, rows: Numbers, size: int, mine: Numbers, values: Numbers | None) -> None:
         """Check an ordinary write to shared memory by the threads ``mine`` against atomic accesses."""

@@ -101,10 +101,6 @@ def parse_device(value: Any) -> torch.device | None:
     return device
 
 
-#: Functions that return a tensor of the device that an argument names.
-_MOVES = {torch.Tensor.to, torch.Tensor.cuda, torch.Tensor.cpu}
-
-
 #: Functions that return uninitialised tensors.
 _EMPTY = {
     *(torch.empty, torch.empty_like, torch.empty_strided, torch.empty_permuted),
