@@ -10,36 +10,13 @@ from dataclasses import dataclass
 
 from greenfast.emulator.compiled.context import (
     ACCESS_COUNTS,
-    BLOCK_FLOOR,
     CACHE_SLOTS,
-    EPOCH,
     FIRST_OWNER,
-    FLAGS,
-    GLOBAL_BASE,
-    GLOBAL_DATA,
-    GLOBAL_READS,
-    GLOBAL_SIZE,
-    GLOBAL_STATE,
-    GLOBAL_WRITES,
     INPUT,
-    LOCAL_DATA,
-    LOCAL_LIMIT,
-    LOCAL_START,
-    LOCAL_STATE,
-    OWN,
     OWNER_SHIFT,
-    OWNERS,
-    PARAMS,
     READ,
-    SHARED_DATA,
-    SHARED_LIMIT,
-    SHARED_READS,
-    SHARED_START,
-    SHARED_STATE,
-    SHARED_WRITES,
-    SHARED_WRITTEN,
     TRACKED,
-    WARP_FLOOR,
+    Slot,
 )
 from greenfast.emulator.compiled.ir import I8, I32, I64, VOID, Value, integer
 from greenfast.emulator.compiled.lane import Lane, NotCompiledError
@@ -103,7 +80,7 @@ def load_parameter(c: Lane, i: Instruction) -> bool:
     size = parse_dtype(kind).itemsize
     start = c.entry.add(c.symbol("param", operand.base.name), I64(operand.base.offset + operand.offset))
     for n, item in enumerate(list_items(i.operands[0])):
-        place = c.entry.element(I8, c.pointer(PARAMS), c.entry.add(start, I64(n * size)))
+        place = c.entry.element(I8, c.pointer(Slot.PARAMS), c.entry.add(start, I64(n * size)))
         c.write(item, kind, c.entry.load(integer(8 * size), place, 1), i)
     return True
 
@@ -165,13 +142,12 @@ class MemoryCode:
         """Return the offset of an access in an arena. Bail out if it is out of bounds or misaligned."""
         c = self.c
         if arena == "global":
-            offset = c.b.sub(address, c.slot(GLOBAL_BASE))
-            inside = c.b.icmp_unsigned("<=", offset, c.entry.sub(c.slot(GLOBAL_SIZE), I64(size)))
+            offset = c.b.sub(address, c.slot(Slot.GLOBAL_BASE))
+            inside = c.b.icmp_unsigned("<=", offset, c.entry.sub(c.slot(Slot.GLOBAL_SIZE), I64(size)))
         else:
-            limit, start = (SHARED_LIMIT, SHARED_START) if arena == "shared" else (LOCAL_LIMIT, LOCAL_START)
             # An element that begins below the limit may end in the padding. The padding is never written.
-            inside = c.b.icmp_unsigned("<", address, c.slot(limit))
-            offset = c.b.add(address, c.per_thread(start))
+            inside = c.b.icmp_unsigned("<", address, c.slot(_slot(arena, "LIMIT")))
+            offset = c.b.add(address, c.per_thread(_slot(arena, "START")))
         if size > 1:
             aligned = c.b.icmp_unsigned("==", c.b.and_(offset, I64(size - 1)), I64(0))
             inside = c.b.and_(inside, aligned)
@@ -180,13 +156,8 @@ class MemoryCode:
 
     def _places(self, arena: str, offset: Value, size: int) -> tuple[Value, Value]:
         """Return the pointers to the data and the states of an element."""
-        c = self.c
-        data, state = {
-            "shared": (SHARED_DATA, SHARED_STATE),
-            "global": (GLOBAL_DATA, GLOBAL_STATE),
-            "local": (LOCAL_DATA, LOCAL_STATE),
-        }[arena]
-        return c.b.element(I8, c.pointer(data), offset), c.b.element(I8, c.pointer(state), offset)
+        data, state = (self.c.pointer(_slot(arena, part)) for part in ("DATA", "STATE"))
+        return self.c.b.element(I8, data, offset), self.c.b.element(I8, state, offset)
 
     def _load(self, arena: str, offset: Value, size: int, element: int, count: int, constant: bool) -> list[Value]:
         """Emit the checks of a load, and return its elements; constant: the memory may not change (.nc)."""
@@ -195,21 +166,21 @@ class MemoryCode:
         kind, align = integer(8 * size), min(size, 8)
         c.require(c.b.icmp_unsigned("==", c.b.load(kind, state, align), kind(_repeat_in_bytes(WRITTEN, size))))
         if arena == "shared":
-            with c.b.when(c.entry.icmp_unsigned("!=", c.slot(SHARED_WRITTEN), I64(0))):
-                self._check(SHARED_WRITES, offset, size, arena)
+            with c.b.when(c.entry.icmp_unsigned("!=", c.slot(Slot.SHARED_WRITTEN), I64(0))):
+                self._check("WRITES", offset, size, arena)
             if self.tags:
-                self._record_read(SHARED_READS, offset, size, arena)
+                self._record_read(offset, size, arena)
         elif arena == "global":
             _, flags = self._owner(offset)
             seen = c.b.load(I8, flags)
             with c.b.when(c.b.icmp_unsigned("!=", c.b.and_(seen, I8(TRACKED)), I8(0))):
                 if constant:
                     for n in range(size // self.units[arena]):
-                        tag = c.b.load(I64, self._tag(GLOBAL_WRITES, offset, n, arena))
+                        tag = c.b.load(I64, self._tag("WRITES", offset, n, arena))
                         c.require(c.b.icmp_unsigned("==", tag, I64(0)))
                 else:
-                    self._check(GLOBAL_WRITES, offset, size, arena)
-                self._record_read(GLOBAL_READS, offset, size, arena)
+                    self._check("WRITES", offset, size, arena)
+                self._record_read(offset, size, arena)
             with c.b.when(c.b.icmp_unsigned("==", c.b.and_(seen, I8(READ | TRACKED)), I8(0))):
                 c.b.store(c.b.or_(seen, I8(READ)), flags)
         whole = c.b.load(kind, data, align)
@@ -226,11 +197,7 @@ class MemoryCode:
         written = kind(_repeat_in_bytes(WRITTEN, size))
         new = c.b.icmp_unsigned("==", before, kind(_repeat_in_bytes(UNWRITTEN, size)))
         c.require(c.b.or_(new, c.b.icmp_unsigned("==", before, written)))
-        if arena == "shared":
-            self._check(SHARED_WRITES, offset, size, arena)
-            self._check(SHARED_READS, offset, size, arena)
-            self._record_write(SHARED_WRITES, offset, size, arena)
-        elif arena == "global":
+        if arena == "global":
             owner, flags = self._owner(offset)
             seen = c.b.load(I8, flags)
             c.require(c.b.icmp_unsigned("==", c.b.and_(seen, I8(INPUT)), I8(0)))
@@ -238,9 +205,10 @@ class MemoryCode:
                 unread = c.b.icmp_unsigned("==", c.b.and_(seen, I8(READ)), I8(0))
                 c.require(unread, c.b.add(owner, I64(FIRST_OWNER)))
                 c.b.store(c.b.or_(seen, I8(TRACKED)), flags)
-            self._check(GLOBAL_WRITES, offset, size, arena)
-            self._check(GLOBAL_READS, offset, size, arena)
-            self._record_write(GLOBAL_WRITES, offset, size, arena)
+        if arena != "local":
+            self._check("WRITES", offset, size, arena)
+            self._check("READS", offset, size, arena)
+            self._record_write(offset, size, arena)
         whole = kind(0)
         for n, value in enumerate(values):
             whole = c.b.or_(whole, c.b.shl(c.b.convert("zext", value, kind), kind(value.type.width * n)))
@@ -250,28 +218,28 @@ class MemoryCode:
     def _owner(self, offset: Value) -> tuple[Value, Value]:
         """Return the number of the allocation that holds an offset, and the pointer to its flags."""
         c = self.c
-        place = c.b.element(I32, c.pointer(OWNERS), c.b.lshr(offset, I64(OWNER_SHIFT)))
+        place = c.b.element(I32, c.pointer(Slot.OWNERS), c.b.lshr(offset, I64(OWNER_SHIFT)))
         owner = c.b.convert("zext", c.b.load(I32, place), I64)
-        return owner, c.b.element(I8, c.pointer(FLAGS), owner)
+        return owner, c.b.element(I8, c.pointer(Slot.FLAGS), owner)
 
     # ---- races ------------------------------------------------------------------------------------------------------
 
-    def _tag(self, table: int, offset: Value, unit: int, arena: str) -> Value:
+    def _tag(self, table: str, offset: Value, unit: int, arena: str) -> Value:
         c = self.c
         index = c.b.lshr(offset, I64(self.units[arena].bit_length() - 1))
-        return c.b.element(I64, c.pointer(table), c.b.add(index, I64(unit)))
+        return c.b.element(I64, c.pointer(_slot(arena, table)), c.b.add(index, I64(unit)))
 
-    def _check(self, table: int, offset: Value, size: int, arena: str) -> None:
+    def _check(self, table: str, offset: Value, size: int, arena: str) -> None:
         """Bail out if an access to one of the units may not be ordered before one by this thread (EpochRaces)."""
         c = self.c
-        floor, own = c.per_thread(BLOCK_FLOOR), c.per_thread(OWN)
+        floor, own = c.per_thread(Slot.BLOCK_FLOOR), c.per_thread(Slot.OWN)
         for n in range(size // self.units[arena]):
             tag = c.b.load(I64, self._tag(table, offset, n, arena))
             with c.b.when(self._is_late(tag, floor, arena)):
                 differs = c.b.xor(tag, own)
                 same_thread = c.b.icmp_unsigned("==", c.b.and_(differs, I64(_THREAD | _BLOCKS)), I64(0))
                 same_warp = c.b.icmp_unsigned("==", c.b.and_(differs, I64(_WARP | _BLOCKS)), I64(0))
-                earlier = c.b.icmp_unsigned("<", tag, c.per_thread(WARP_FLOOR))
+                earlier = c.b.icmp_unsigned("<", tag, c.per_thread(Slot.WARP_FLOOR))
                 c.require(c.b.or_(same_thread, c.b.and_(same_warp, earlier)))
 
     def _is_late(self, tag: Value, floor: Value, arena: str) -> Value:
@@ -283,21 +251,21 @@ class MemoryCode:
             late = c.b.or_(late, c.b.and_(other, c.b.icmp_unsigned("!=", tag, I64(0))))
         return late
 
-    def _record_write(self, table: int, offset: Value, size: int, arena: str) -> None:
+    def _record_write(self, offset: Value, size: int, arena: str) -> None:
         c = self.c
         tag = self._own_tag()
         for n in range(size // self.units[arena]):
-            c.b.store(tag, self._tag(table, offset, n, arena))
+            c.b.store(tag, self._tag("WRITES", offset, n, arena))
 
     def _own_tag(self) -> Value:
-        return self.c.b.or_(self.c.per_thread(OWN), self.c.slot(EPOCH))
+        return self.c.b.or_(self.c.per_thread(Slot.OWN), self.c.slot(Slot.EPOCH))
 
-    def _record_read(self, table: int, offset: Value, size: int, arena: str) -> None:
+    def _record_read(self, offset: Value, size: int, arena: str) -> None:
         """Record a read: a tag with several threads, warps or blocks replaces the tags of different readers."""
         c = self.c
-        floor, tag = c.per_thread(BLOCK_FLOOR), self._own_tag()
+        floor, tag = c.per_thread(Slot.BLOCK_FLOOR), self._own_tag()
         for n in range(size // self.units[arena]):
-            place = self._tag(table, offset, n, arena)
+            place = self._tag("READS", offset, n, arena)
             before = c.b.load(I64, place)
             late = self._is_late(before, floor, arena)
             differs = c.b.xor(before, tag)
@@ -337,8 +305,14 @@ class MemoryCode:
                 b.element(I64, c.cache, I64(n * CACHE_SLOTS)),
                 b.element(I64, c.out, I64(first + ACCESS_COUNTS * n)),
             )
-            start = c.per_thread(SHARED_START) if access.parts else I64(0)
+            start = c.per_thread(Slot.SHARED_START) if access.parts else I64(0)
             b.call(counter_name(access.parts), VOID, buffer, pattern, counts, start, I64(access.size))
+
+
+def _slot(arena: str, part: str) -> int:
+    """Return the entry of the context for a part of a memory."""
+    number: int = getattr(Slot, f"{arena.upper()}_{part}")
+    return number
 
 
 def _repeat_in_bytes(state: int, size: int) -> int:

@@ -13,7 +13,7 @@ import llvmlite.binding as llvm
 
 from greenfast.emulator.compiled.accesses import CountedAccess, MemoryCode, load_parameter
 from greenfast.emulator.compiled.arithmetic import LOWERED
-from greenfast.emulator.compiled.context import COUNT, DONE, LANES, START
+from greenfast.emulator.compiled.context import DONE, Slot
 from greenfast.emulator.compiled.ir import I64, POINTER, Builder, IrFunction, IrModule, Phi, Value
 from greenfast.emulator.compiled.lane import Lane, NotCompiledError
 from greenfast.emulator.compiled.patterns import counter_name, define_counter
@@ -123,12 +123,12 @@ def _begin_thread(c: Lane, sparse: bool) -> _Loop:
     """Emit the heads of the loops over the warps and over the threads of one."""
     warp_head, head = Builder(c.function, c.function.new_block()), Builder(c.function, c.function.new_block())
     first, index = warp_head.phi(I64), head.phi(I64)
-    loop = _Loop(warp_head, head, first, index, c.slot(COUNT), c.pointer(LANES))
+    loop = _Loop(warp_head, head, first, index, c.slot(Slot.COUNT), c.pointer(Slot.LANES))
     if sparse:
         c.thread = head.load(I64, head.element(I64, loop.lanes, index.value))
         c.lane = head.and_(c.thread, I64(WARP - 1))
     else:
-        c.thread = head.add(c.slot(START), index.value)
+        c.thread = head.add(c.slot(Slot.START), index.value)
         c.lane = head.sub(index.value, first.value)
     head.branch(c.prologue.block)
     return loop
