@@ -75,6 +75,15 @@ def test_what_ptx_shows_is_decided_by_it(source: KernelSource) -> None:
     assert kernel.resources.global_bytes >= 4
 
 
+def test_the_reason_names_the_variables(source: KernelSource) -> None:
+    kernel = compile_kernel(dataclasses.replace(source, entry="counts"), TARGET)
+    program = BuiltProgram(Program((Step(kernel.source, Launch((1, 1, 1), ("y",))),)), (kernel,))
+    side = BuiltSide("candidate", Variant("one", ()), {"wide": program})
+    rung = Rung(name="one", title="", budget=Budget(registers=255, smem_bytes=0))
+    (reason,) = check_budgets([side], {"candidate": rung}, [Shape(name="wide", dims={"D": 1})]).reasons
+    assert reason.endswith("allows 0 (written, or its address is used for more than loads: calls)")
+
+
 def test_a_kernel_meets_the_budget_of_every_shape(source: KernelSource) -> None:
     """The first shape that runs it may have the largest."""
     kernel = compile_kernel(dataclasses.replace(source, entry="neither"), TARGET)

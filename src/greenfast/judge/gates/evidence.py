@@ -99,7 +99,9 @@ def check_promises(
                 continue
             faults = early_launch_faults(disassemble(kernel.cubin, kernel.source.entry))
             checks.append((f"{shape}: accesses before the wait", "0", str(len(faults)), "FAIL" if faults else "PASS"))
-            reasons += [f"{shape}: it begins early, with {fault}" for fault in faults]
+            if faults:
+                more = f"; {len(faults) - 1} more accesses alike" if len(faults) > 1 else ""
+                reasons.append(f"{shape}: {kernel.source.entry} begins early, with {faults[0]}{more}")
     first_program = next(iter(candidate.programs.values()))
     first_counts = sum((Counter(counts[kernel.kernel_hash]) for kernel in first_program.kernels), Counter())
     text = ", ".join(f"{n} {name}" for name, n in first_counts.items() if n and name != "total")

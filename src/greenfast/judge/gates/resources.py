@@ -9,12 +9,15 @@ import msgspec
 from greenfast.device import assembler
 from greenfast.device.compiler import CompiledKernel
 from greenfast.device.identity import state_variables
+from greenfast.device.module_variables import read_only_variables
 from greenfast.judge.implementation import BuiltSide, watched_variables
 from greenfast.judge.pipeline import Gate, GateRun, conclude_checks
 from greenfast.judge.record_schema import BenchRecord, GateResult, Record, Run, Status
 from greenfast.judge.report import facts, formatting
 from greenfast.judge.report.formatting import Section
 from greenfast.judge.task import Budget, Rung, Shape
+
+_MOST_NAMED = 3  # variables in a message
 
 
 def _check(run: GateRun) -> GateResult:
@@ -60,7 +63,8 @@ def check_budgets(sides: Sequence[BuiltSide], requirements: Mapping[str, Rung], 
                 name = f"{side.role} {side.variant.name} ({_name_kernel(side, shape, kernel)}): {resource}"
                 checks.append((name, f"<= {limit} ({rung.name})", str(actual), "PASS" if held else "FAIL"))
                 if not held:
-                    reasons.append(f"{name} is {actual}, the budget of {rung.name} allows {limit}")
+                    variables = _name_variables(kernel) if resource.startswith("device") else ""
+                    reasons.append(f"{name} is {actual}, the budget of {rung.name} allows {limit}{variables}")
     return GateResult(
         gate="RESOURCES", status="FAIL" if reasons else "PASS", summary="; ".join(used), reasons=reasons, checks=checks
     )
@@ -94,6 +98,15 @@ def _count_state_bytes(kernel: CompiledKernel) -> tuple[int, int]:
         return global_bytes, 0
     compared = sum(state_variables(kernel)[name] for name in watched_variables(kernel))
     return min(global_bytes, sum(state_variables(kernel).values()) - compared), compared
+
+
+def _name_variables(kernel: CompiledKernel) -> str:
+    """Return the names of the largest variables that could hold state, for a message; empty if none has a name."""
+    readonly = read_only_variables(kernel.cubin, kernel.ptx)
+    sizes = {name: size for name, size in state_variables(kernel).items() if name and name not in readonly}
+    largest = sorted(sizes, key=lambda name: (-sizes[name], name))[:_MOST_NAMED]
+    rest = f" and {len(sizes) - _MOST_NAMED} more" if len(sizes) > _MOST_NAMED else ""
+    return f" (written, or its address is used for more than loads: {', '.join(largest)}{rest})" if largest else ""
 
 
 def _conclude(record: Run, result: GateResult) -> GateResult:
