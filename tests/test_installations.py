@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import re
 import subprocess
@@ -11,7 +12,9 @@ from pathlib import Path
 import pytest
 
 from greenfast.cli.options import VERBS
-from greenfast.spec.extras import EXTRAS
+from greenfast.spec import extras
+from greenfast.spec.errors import MachineError
+from greenfast.spec.extras import EXTRAS, OLDEST
 
 ROOT = Path(__file__).parents[1]
 OPTIONAL = sorted({"transformers", *(module for modules in EXTRAS.values() for module in modules)})
@@ -123,7 +126,20 @@ def test_extras_are_those_of_pyproject() -> None:
     assert requirements("all") == {"greenfast[evolve,judge,transformers]"}
     assert requirements("compiled") == {"greenfast[emulator]", "llvmlite"}
     assert "greenfast[all,compiled,docs]" in requirements("dev")
+    found = re.search(r'"triton>=(\d+)\.(\d+)"', (ROOT / "pyproject.toml").read_text())
+    assert found
+    assert OLDEST["triton"] == (int(found[1]), int(found[2]))
     assert not requirements("dependencies") & {*packages["judge"], "nvidia-cuda-nvdisasm"}
+
+
+def test_an_old_module_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(extras, "_installed", lambda module: True)
+    for release, oldest in (("3.4.1", "3.5"), ("2.10.0+cu130", "3.5")):
+        monkeypatch.setattr(importlib.metadata, "version", lambda module, release=release: release)
+        with pytest.raises(MachineError, match=rf"triton {re.escape(release)} is too old, {oldest} is needed"):
+            extras.require("a kernel", "triton")
+    monkeypatch.setattr(importlib.metadata, "version", lambda module: "3.10.0")
+    extras.require("a kernel", "triton")
 
 
 def test_the_lock_has_all_that_extras_bring() -> None:

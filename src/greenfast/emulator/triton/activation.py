@@ -126,9 +126,12 @@ class Activation:
         ]
         if self.benchmarks == "skip":
             replaced.append((triton.testing.Mark, "run", self._skip))
-        replaced.append((Autotuner, "_bench", _without_nan(Autotuner._bench)))
         if self.autotune == "first":
             replaced.append((Autotuner, "prune_configs", _choose_first(Autotuner.prune_configs)))
+            # Before 3.9 Triton measures a single configuration too.
+            replaced.append((Autotuner, "_bench", lambda *_, **__: 0.0))
+        else:
+            replaced.append((Autotuner, "_bench", _without_nan(Autotuner._bench)))
         for owner, name, value in replaced:
             stack.enter_context(replace_attribute(owner, name, value))
 
