@@ -118,6 +118,15 @@ def test_a_race_is_one_finding_with_a_count_and_the_program_goes_on(run: Run, tm
 
 
 @needs_nvcc
+def test_a_formal_finding_fails_the_program_unless_it_is_only_reported(run: Run) -> None:
+    code, report, _ = run("same")
+    (finding,) = report["faults"]
+    place = find_line("both blocks wrote it")
+    assert (finding["level"], finding["kind"], finding["line"]) == ("formal", "same-value-race", place)
+    assert (code, run("same", "--formal", "report")[0]) == (1, 0)
+
+
+@needs_nvcc
 def test_the_example_of_the_page_has_the_race_that_the_page_names(capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["run", str(Path(__file__).parents[2] / "examples" / "cuda-program" / "sum.cu")]) == 1
     captured = capfd.readouterr()

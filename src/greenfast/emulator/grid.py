@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import re
 import zlib
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, Protocol
 
@@ -196,14 +196,22 @@ def run_chain(
     def run(fill: UninitFill | RedundantLoads | None, around: Surroundings, later: Sequence[int]) -> GridResult:
         while True:
             try:
-                chain = _Chain(
-                    steps, inputs, outputs, workspaces or {}, fill, around, sample, structs or {}, unwritten or {}
+                memory, variables, symbols = _build_memory(
+                    steps, inputs, {**outputs, **(workspaces or {})}, around, structs or {}, unwritten or {}
                 )
-                chain.findings = {} if keep_formal else None
-                chain.operations = operations or {}
-                snapshot = MemorySnapshot(
-                    chain.memory, [allocation for names in chain.variables for allocation in names.values()]
+                chain = Chain(
+                    steps,
+                    memory,
+                    symbols,
+                    fill,
+                    around,
+                    sample,
+                    read_only=inputs.keys() - outputs.keys(),
+                    unwritten=unwritten or {},
+                    operations=operations or {},
+                    findings={} if keep_formal else None,
                 )
+                snapshot = MemorySnapshot(memory, [allocation for names in variables for allocation in names.values()])
                 result = chain.run(seed, outputs, poison, phases, Observer(observe) if observe else None)
                 for other in later if always or snapshot.dirty() else ():
                     snapshot.restore(WRITTEN if may_read_left else LEFT)
@@ -215,11 +223,11 @@ def run_chain(
                         raise
                 result.findings = list((chain.findings or {}).values())
                 if isinstance(fill, UninitFill):
-                    fill.memory = chain.memory.data
+                    fill.memory = memory.data
                 changed = snapshot.changed()
                 result.changed = {
-                    (n, name): chain.memory.get_bytes(allocation).tobytes()
-                    for n, names in enumerate(chain.variables)
+                    (n, name): memory.get_bytes(allocation).tobytes()
+                    for n, names in enumerate(variables)
                     for name, allocation in names.items()
                     if allocation in changed
                 }
@@ -300,81 +308,83 @@ def _explore(steps: Sequence[KernelLaunch], result: GridResult, attempt: Callabl
         texts[:] = dict.fromkeys(texts)  # a line may have several comparisons
 
 
-class _Chain:
-    """The memory of a chain of launches, and the state of its execution."""
-
-    def __init__(
-        self,
-        steps: Sequence[KernelLaunch],
-        inputs: Mapping[str, Array],
-        outputs: Mapping[str, OutputSpec],
-        workspaces: Mapping[str, Workspace],
-        fill: UninitFill | RedundantLoads | None,
-        around: Surroundings,
-        sample: int,
-        structs: Mapping[str, Struct | Packed],
-        unwritten: Mapping[str, NDArray[np.bool_]],
-    ) -> None:
-        self.unwritten = unwritten
-        self.steps, self.fill, self.around, self.sample = steps, fill, around, sample
-        self.findings: dict[tuple[str, str], Finding] | None = None
-        self.races_found: dict[str, KernelFaultError] | None = None
-        self.operations: Mapping[int, Sequence[HostOperation]] = {}
-        self.inputs = {name: np.ascontiguousarray(a) for name, a in inputs.items()}
-        sizes = {name: a.nbytes for name, a in self.inputs.items()}
-        changed: dict[str, OutputSpec | Workspace] = {**outputs, **workspaces}
-        sizes |= {name: spec.nbytes for name, spec in changed.items()}
-        self.variables = []
-        for n, step in enumerate(steps):
-            module, _ = load_program(step.ptx, step.entry)
-            held = {v.name: v for v in module.variables.values() if v.space in ("global", "const") and v.size}
-            of = f" of launch {n}" if n else ""
-            self.variables.append({name: f"variable {name}{of}" for name in held})
-            sizes |= {f"variable {name}{of}": v.size for name, v in held.items()}
-        sizes[WORKSPACE] = _WORKSPACE_BYTES
-        # Nothing promises an order in memory, so it is the opposite one for every second set of inputs.
-        backwards = zlib.crc32(b"".join(a.reshape(-1)[:1024].tobytes() for a in self.inputs.values())) & 1
-        self.memory = memory = GlobalMemory(
-            dict(reversed(sizes.items())) if backwards else sizes, GLOBAL_BASE + around.memory
-        )
-        memory.get_states(WORKSPACE)[:] = WRITTEN
-        for name, spec in changed.items():
-            if spec.zeros:
-                memory.get_bytes(name)[:] = 0
-                memory.get_states(name)[:] = WRITTEN
-            if isinstance(spec, Workspace) and spec.data:
-                memory.get_bytes(name)[:] = np.frombuffer(spec.data, np.uint8)
-                memory.get_states(name)[:] = WRITTEN
-        if missing := structs.keys() - self.inputs.keys():
-            listed = ", ".join(map(repr, sorted(missing)))
-            raise UsageError(f"structs name {listed}; allowed are the inputs: {', '.join(self.inputs) or 'none'}")
-        for name, a in self.inputs.items():
-            content = _encode_value(structs[name], memory) if name in structs else a.tobytes()
-            if len(content) != a.nbytes:
-                raise UsageError(
-                    f"the struct for input {name!r} has {len(content)} bytes, the input has {a.nbytes} bytes; "
-                    "give an input of the struct's size"
-                )
-            memory.get_bytes(name)[:] = np.frombuffer(content, np.uint8)
-            memory.get_states(name)[:] = WRITTEN
-            if name in unwritten:
-                memory.get_states(name)[unwritten[name]] = UNWRITTEN
-        self.symbols: list[dict[str, int]] = []
-        for step, names in zip(steps, self.variables, strict=True):
-            module, _ = load_program(step.ptx, step.entry)
-            functions = {name: FUNCTION_BASE + 16 * n for n, name in enumerate(module.functions)}
-            self.symbols.append(
-                {**functions, **{name: memory.address(allocation) for name, allocation in names.items()}}
+def _build_memory(
+    steps: Sequence[KernelLaunch],
+    inputs: Mapping[str, Array],
+    changed: Mapping[str, OutputSpec | Workspace],
+    around: Surroundings,
+    structs: Mapping[str, Struct | Packed],
+    unwritten: Mapping[str, NDArray[np.bool_]],
+) -> tuple[GlobalMemory, list[dict[str, str]], list[dict[str, int]]]:
+    """Return the memory of a chain. For each launch, return the allocations of variables, and addresses of symbols."""
+    sizes = {name: a.nbytes for name, a in inputs.items()}
+    sizes |= {name: spec.nbytes for name, spec in changed.items()}
+    variables: list[dict[str, str]] = []
+    for n, step in enumerate(steps):
+        module, _ = load_program(step.ptx, step.entry)
+        held = {v.name: v for v in module.variables.values() if v.space in ("global", "const") and v.size}
+        of = f" of launch {n}" if n else ""
+        variables.append({name: f"variable {name}{of}" for name in held})
+        sizes |= {f"variable {name}{of}": v.size for name, v in held.items()}
+    sizes[WORKSPACE] = _WORKSPACE_BYTES
+    # Nothing promises an order in memory, so it is the opposite one for every second set of inputs.
+    backwards = zlib.crc32(b"".join(a.reshape(-1)[:1024].tobytes() for a in inputs.values())) & 1
+    memory = GlobalMemory(dict(reversed(sizes.items())) if backwards else sizes, GLOBAL_BASE + around.memory)
+    memory.fill(WORKSPACE, bytes(_WORKSPACE_BYTES))
+    for name, spec in changed.items():
+        if spec.zeros:
+            memory.fill(name, bytes(spec.nbytes))
+        if isinstance(spec, Workspace) and spec.data:
+            memory.fill(name, spec.data)
+    if missing := structs.keys() - inputs.keys():
+        listed = ", ".join(map(repr, sorted(missing)))
+        raise UsageError(f"structs name {listed}; allowed are the inputs: {', '.join(inputs) or 'none'}")
+    for name, a in inputs.items():
+        content = _encode_value(structs[name], memory) if name in structs else a.tobytes()
+        if len(content) != a.nbytes:
+            raise UsageError(
+                f"the struct for input {name!r} has {len(content)} bytes, the input has {a.nbytes} bytes; "
+                "give an input of the struct's size"
             )
-            for name, allocation in names.items():  # zero if they have no initial value
-                v = module.variables[name]
-                data = initial_value(v, self.symbols[-1]).ljust(v.size, b"\0")
-                memory.get_bytes(allocation)[:] = np.frombuffer(data, np.uint8)
-                memory.get_states(allocation)[:] = WRITTEN
-        if isinstance(fill, UninitFill):
-            fill.fill_outputs(memory)
-        self.read_only = self.inputs.keys() - outputs.keys()
+        memory.fill(name, content)
+        if name in unwritten:
+            memory.get_states(name)[unwritten[name]] = UNWRITTEN
+    symbols: list[dict[str, int]] = []
+    for step, names in zip(steps, variables, strict=True):
+        module, _ = load_program(step.ptx, step.entry)
+        functions = {name: FUNCTION_BASE + 16 * n for n, name in enumerate(module.functions)}
+        symbols.append({**functions, **{name: memory.address(allocation) for name, allocation in names.items()}})
+        for name, allocation in names.items():  # zero if they have no initial value
+            v = module.variables[name]
+            memory.fill(allocation, initial_value(v, symbols[-1]).ljust(v.size, b"\0"))
+    return memory, variables, symbols
+
+
+@dataclass
+class Chain:
+    """Launches in one memory, and the state of their execution.
+
+    symbols: by launch, the addresses of variables and functions. read_only: inputs that the launches must not write.
+    unwritten, operations: see ``run_chain``. findings, races_found: those that do not end the run; None: the first one
+    ends it.
+    """
+
+    steps: Sequence[KernelLaunch]
+    memory: GlobalMemory
+    symbols: Sequence[Mapping[str, int]]
+    fill: UninitFill | RedundantLoads | None = None
+    around: Surroundings = USUAL
+    sample: int = 0
+    read_only: Set[str] = frozenset()
+    unwritten: Mapping[str, NDArray[np.bool_]] = field(default_factory=dict)
+    operations: Mapping[int, Sequence[HostOperation]] = field(default_factory=dict)
+    findings: dict[tuple[str, str], Finding] | None = field(default_factory=dict)
+    races_found: dict[str, KernelFaultError] | None = None
+
+    def __post_init__(self) -> None:
         self.input_writes: dict[str, str] = {}
+        if isinstance(self.fill, UninitFill):
+            self.fill.fill_outputs(self.memory)
 
     def run(
         self,
@@ -400,7 +410,7 @@ class _Chain:
     def run_operations(self, number: int) -> None:
         """Run the operations of host code before a launch."""
         for operation in self.operations.get(number, ()):
-            for name in self.read_only.intersection(operation.run(self.memory)):
+            for name in self.read_only & set(operation.run(self.memory)):
                 self.input_writes.setdefault(name, f"{operation.name} writes to the input {name!r}")
 
     def launch(self, number: int, step: KernelLaunch, seed: int, phases: Sequence[str]) -> None:
@@ -506,32 +516,12 @@ class _Chain:
             arrays[name] = data.copy().view(to_dtype(o.dtype)).reshape(o.shape)
         result = GridResult(arrays, unwritten, self.input_writes, self.counts, "".join(self.printed))
         result.observer, result.unwritten_bytes = self.observer, unwritten_bytes
+        result.findings = list((self.findings or {}).values())
         if self.by_phase is not None and not unwritten[PHASE_BUFFER]:
             result.phases = self.by_phase.by_phase(phases, arrays[PHASE_BUFFER])
             for part in result.phases.values():
                 self.counts.add(part)
         return result
-
-
-class MemoryLaunch(_Chain):
-    """One launch in memory that was there before it and remains. symbols: addresses of variables and functions."""
-
-    def __init__(
-        self,
-        step: KernelLaunch,
-        memory: GlobalMemory,
-        symbols: dict[str, int],
-        fill: UninitFill | RedundantLoads | None = None,
-    ) -> None:
-        self.steps, self.fill, self.around, self.sample = [step], fill, USUAL, 0
-        self.findings = {}
-        self.races_found = None
-        self.operations, self.unwritten = {}, {}
-        self.memory, self.symbols = memory, [symbols]
-        self.read_only = set()
-        self.input_writes = {}
-        if isinstance(fill, UninitFill):
-            fill.fill_outputs(memory)
 
 
 #: How many parts the blocks of a grid run in where their order is drawn.

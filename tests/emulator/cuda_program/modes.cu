@@ -57,6 +57,11 @@ static int end() {
     return error != cudaSuccess;
 }
 
+__global__ void same(int *x) {
+    x[0] = 5;
+    asm volatile("" ::: "memory");
+    x[1 + blockIdx.x] = x[0];  // both blocks wrote it
+}
 __global__ void increase(int *x, int by) { x[threadIdx.x] += by; }
 // A capture of two streams: their work runs at each launch of the graph; then a graph of nodes with a new parameter.
 static int graph() {
@@ -196,6 +201,7 @@ int main(int argc, char **argv) {
         cudaIpcMemHandle_t handle;
         printf("%s\n", cudaGetErrorName(cudaIpcGetMemHandle(&handle, ints(1))));
     }
+    if (is("same")) same<<<2, 1>>>(ints(3));
     if (is("graph")) return graph();
     if (is("registered")) {
         static int h[4];

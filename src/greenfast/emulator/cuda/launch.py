@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from greenfast.emulator.cuda.memory import DeviceMemory
-from greenfast.emulator.grid import WORKSPACE, KernelLaunch, MemoryLaunch
+from greenfast.emulator.grid import WORKSPACE, Chain, KernelLaunch
 from greenfast.emulator.kernel_run import Fault, convert_error, convert_finding
 from greenfast.emulator.machine.access_log import RestartWithReadTracking
 from greenfast.emulator.machine.epochs import RestartCompiled, RestartWarpByWarp
@@ -133,8 +133,7 @@ class ProgramLauncher:
                 self.memory.restore(saved)
             clean = False
             self.memory.get_bytes(WORKSPACE)[:] = 0
-            launch = MemoryLaunch(step, self.memory, symbols, fill)
-            launch.races_found = races
+            launch = Chain([step], self.memory, [symbols], fill, races_found=races)
             try:
                 observer = Observer(self.observer.observe) if self.observer is not None else None
                 return launch.run(seed, {}, 0, (), observer)

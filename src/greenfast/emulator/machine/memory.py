@@ -294,6 +294,11 @@ class GlobalMemory(Arena):
         """Return the states of an allocation's bytes, as a view."""
         return self.state[self.starts[name] : self.get_end(name)]
 
+    def fill(self, name: str, content: bytes) -> None:
+        """Set all bytes of an allocation before a launch."""
+        self.get_bytes(name)[:] = np.frombuffer(content, np.uint8)
+        self.get_states(name)[:] = WRITTEN
+
     def describe(self, offset: int) -> str:
         """Describe an offset: its position in, before or after an allocation."""
         for name, start in self.starts.items():
