@@ -8,6 +8,7 @@ import pytest
 from greenfast.emulator.grid import run_grid
 from greenfast.emulator.instructions.convert import E4M3_VALUES
 from greenfast.emulator.machine.faults import KernelFaultError
+from greenfast.emulator.ptx.syntax import Instruction
 from greenfast.spec.errors import UnsupportedError
 from greenfast.spec.kernel import Launch
 from tests.emulator.hopper import D_STORE, run, tensor_map, wgmma
@@ -276,6 +277,12 @@ def test_a_warp_reads_its_own_rows_of_a() -> None:
     assert np.allclose(result, E4M3_VALUES[a] @ E4M3_VALUES[b].T, rtol=1e-5, atol=1e-3)
     with pytest.raises(KernelFaultError, match=r"a data race on .* this read and the write .*\(in: wgmma\.mma_async"):
         direct(OWN_ROWS.replace("WARP", "(threadIdx.x / 32 + 1) % 4"), 8, a, b, before)
+
+
+def test_messages_shorten_long_lists_of_registers() -> None:
+    accumulators = ",".join(f"%f{n}" for n in range(64))
+    i = Instruction("wgmma", (), (), None, None, f"wgmma.mma_async {{{accumulators}}}, {{%r0, %r1}}, %rd1, p;")
+    assert i.short_text == "wgmma.mma_async {%f0, ..., %f63}, {%r0, %r1}, %rd1, p;"
 
 
 ADD = 'd[0] = 1; asm volatile("add.f32 %0, %0, %0;" : "+f"(d[0]));'

@@ -493,7 +493,7 @@ class Scheduler:
                     result[pc], notes[pc] = f"{len(here)} threads", " in a loop that nothing ends"
             for pc in sorted(result):
                 i = self.code[pc]
-                waits.append(f"{result[pc]} of warp {n} wait at {i.place} ({i.text}){notes[pc]}")
+                waits.append(f"{result[pc]} of warp {n} wait at {i.place} ({i.short_text}){notes[pc]}")
                 if first < 0:
                     first, m.current = int(lanes[~self.ended[lanes]][0]), i
             gone = int(self.ended[lanes].sum())

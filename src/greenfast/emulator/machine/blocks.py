@@ -169,7 +169,7 @@ class BlockState:
     def fault(self, reason: str, lane: int, location: str = "") -> KernelFaultError:
         """Return the fault of a thread at the current instruction; place: the memory of an access."""
         i = self.current
-        text = f"{self.function.name}: {reason} at {i.place}, {self.describe_thread(lane)} (in: {i.text})"
+        text = f"{self.function.name}: {reason} at {i.place}, {self.describe_thread(lane)} (in: {i.short_text})"
         fault = KernelFaultError(text)
         block = unflatten(int(self.blocks[self.block_of[lane]]), self.geometry.grid)
         thread = unflatten(int(self.thread_of[lane]), self.geometry.block)

@@ -120,7 +120,7 @@ class Proxies:
         block, accesses = offset // m.shared_stride, self.races.record.accesses
         by, earlier = int(accesses.warps[number]), accesses.instructions[number]
         assert earlier is not None
-        where = f"the {before} at {earlier.place} (in: {earlier.text}) by warp {by} of "
+        where = f"the {before} at {earlier.place} (in: {earlier.short_text}) by warp {by} of "
         where += m.block_name(int(m.blocks[block]))
         if self.ordering.proxied is not None and number > int(self.ordering.warps[block, warps, by].min()):
             raise m.fault(f"a data race on {location}: nothing orders this {access} and {where}, found", lane)

@@ -725,7 +725,7 @@ class Races:
         reader = f"warp {self.record.accesses.warps[number]} of {self.m.block_name(block)}"
         fault = self.m.fault(
             f"a data race on {location}: nothing orders this {access} and the {other} at {earlier.place} "
-            f"(in: {earlier.text}) by {reader}, found",
+            f"(in: {earlier.short_text}) by {reader}, found",
             lane,
             location,
         )

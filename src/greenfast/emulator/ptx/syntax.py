@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from greenfast.emulator.ptx.literals import Relocation
 from greenfast.emulator.ptx.names import ArrayShape, demangle
 from greenfast.spec.errors import UsageError
+
+_LONG_LIST = re.compile(r"\{\s*([^{},]+?)\s*(?:,[^{},]+){8,},\s*([^{},]+?)\s*\}")
 
 
 @dataclass(frozen=True)
@@ -137,6 +140,11 @@ class Instruction:
     def place(self) -> str:
         """Its line in the source, with the lines where it was inlined or called."""
         return self.source.describe() if self.source else "unknown line"
+
+    @property
+    def short_text(self) -> str:
+        """Its text for messages, with the ends of long register lists: a wgmma has up to 128 accumulators."""
+        return _LONG_LIST.sub(r"{\1, ..., \2}", self.text)
 
 
 @dataclass(frozen=True)
