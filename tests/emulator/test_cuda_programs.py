@@ -140,6 +140,9 @@ def test_calls_that_are_wrong_or_missing_are_named(run: Run) -> None:
     assert "cudaFree of 0x" in report["faults"][0]["message"]
     assert "which was freed" in report["faults"][0]["message"]
     assert (code, len(report["faults"])) == (1, 1)
+    code, report, output = run("direction")
+    assert output.splitlines()[0] == "cudaErrorInvalidMemcpyDirection"
+    assert "a copy of 16 bytes with the cudaMemcpyKind 9; known are 0 to 4 at" in report["faults"][0]["message"]
     code, report, output = run("registered")
     assert output.splitlines()[:2] == ["cudaErrorNotSupported", "cudaErrorNotSupported: operation not supported"]
     assert "kernels cannot access memory of cudaHostRegister" in report["faults"][0]["message"]
@@ -242,6 +245,9 @@ def test_a_program_that_cannot_run_is_refused_with_the_remedy(
     source.write_text("#include <cufft.h>\nint main() {}")
     assert main(["run", str(source)]) == 3
     assert "empty.cu: uses cuFFT (cufft.h). Its kernels have no PTX" in capsys.readouterr().err
+    source.write_text("#include <curand_nothing.h>\nint main() {}")
+    assert main(["run", str(source)]) == 3
+    assert "curand_nothing.h was not found; install with pip: nvidia-curand" in capsys.readouterr().err
     source.write_text('extern "C" int ncclGetVersion(int*); int main() { return ncclGetVersion(nullptr); }')
     assert main(["run", str(source)]) == 3
     assert "uses NCCL (ncclGetVersion)" in capsys.readouterr().err

@@ -36,7 +36,7 @@ from greenfast.emulator.machine.stale_values import StaleReads
 from greenfast.emulator.machine.state import ResidentBlocks
 from greenfast.emulator.program import CONTROL, Program
 from greenfast.emulator.ptx.recursion import JUMPS
-from greenfast.emulator.ptx.syntax import Instruction
+from greenfast.emulator.ptx.syntax import Instruction, Special
 
 #: Instructions per warp after which a kernel counts as endless.
 INSTRUCTION_LIMIT = 20_000_000
@@ -47,6 +47,8 @@ MAX_LAG_ROUNDS = 8
 #: Probability of delivering a bulk copy while other work could run, in every second order of the warps. In the other
 #: orders, copies arrive as late as possible. Late arrival exposes accesses without a wait.
 EARLY_DELIVERY = 0.25
+#: Added to a trap of a kernel that reads the workspace of grid barriers and has none.
+_NOT_COOPERATIVE = " (by a grid barrier in a launch that is not cooperative?)"
 
 
 class Scheduler:
@@ -435,7 +437,11 @@ class Scheduler:
             self._resume(indices, jump(self.m, i, indices, pc))
             return True
         if i.name not in ("bar", "barrier"):
-            raise self.m.fault(f"{i.name} was executed", int(lane_indices(lanes)[0]))
+            wanted = any(
+                isinstance(o, Special) and o.name in ("%envreg1", "%envreg2") for j in self.code for o in j.operands
+            )
+            hint = _NOT_COOPERATIVE if wanted and not self.m.workspace else ""
+            raise self.m.fault(f"{i.name} was executed{hint}", int(lane_indices(lanes)[0]))
         return self.barriers.arrive(i, pc, lanes)
 
     def _run_converged(self, lanes: NDArray[np.intp]) -> None:

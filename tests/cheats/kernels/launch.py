@@ -103,7 +103,7 @@ DOUBLED
     "grid_rounds_down": Kernel("CORRECTNESS", "bytes of 'y' were never written", "its grid leaves out the last block", r"""
 DOUBLED
 """, launch={"grid": ["max(N // 256, 1)"]}),
-    "grid_sync_not_cooperative": Kernel("CORRECTNESS", "trap was executed", "meets in cooperative groups, and is launched as if it did not", r"""
+    "grid_sync_not_cooperative": Kernel("CORRECTNESS", "in a launch that is not cooperative", "meets in cooperative groups, and is launched as if it did not", r"""
 #include <cooperative_groups.h>
 extern "C" __global__ void doubling(const float* x, float* y, float* w, int n) {
   auto grid = cooperative_groups::this_grid();

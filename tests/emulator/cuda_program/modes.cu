@@ -214,6 +214,10 @@ int main(int argc, char **argv) {
         void *arguments[] = {&x, &out};
         printf("%d\n", cudaLaunchCooperativeKernel((void *)grid_sum, dim3(265), dim3(1024), arguments));
     }
+    if (is("direction")) {
+        int values[4];
+        puts(cudaGetErrorName(cudaMemcpy(ints(4), values, 16, cudaMemcpyKind(9))));
+    }
     if (is("code")) return 7;
     return end();
 }

@@ -66,9 +66,10 @@ def find_nvcc() -> Path:
 def compile_program(
     source: Path, output: Path, arch: str, options: Sequence[str] = (), watch: Sequence[str] = ()
 ) -> None:
-    """Compile a CUDA source to a program with PTX and source lines. Raises CompileError, UsageError and MachineError.
+    """Compile a CUDA source to a program with PTX and source lines. Raises CompileError and UsageError.
 
-    Raises UnsupportedError for a source that needs cuBLAS or another library without PTX.
+    Raises UnsupportedError for a source that needs cuBLAS or another library without PTX, and MachineError without nvcc
+    or cuRAND's headers for kernels.
     watch: expressions to record, as in ``Observe``.
     """
     compiled = source
@@ -84,6 +85,11 @@ def compile_program(
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         if (missing := _MISSING.search(done.stderr)) is not None:
+            if missing[1].startswith("curand_"):  # functions for kernels
+                raise MachineError(
+                    f"{source}: {missing[1]} was not found; install with pip: nvidia-curand, or name its folder: "
+                    "--nvcc=-IFOLDER"
+                )
             raise _make_refusal(source, missing[1], missing[2])
         if "separate compilation mode" in done.stderr:
             raise UnsupportedError(f"{source}: kernels that launch kernels (dynamic parallelism) are not emulated")

@@ -49,6 +49,7 @@ _CALLS = {
 }
 #: Errors of CUDA's runtime.
 _INVALID_VALUE, _OUT_OF_MEMORY, _INVALID_CONFIGURATION, _INVALID_SYMBOL, _INVALID_FUNCTION = 1, 2, 9, 13, 98
+_INVALID_DIRECTION = 21
 _TOO_MANY_RESOURCES, _TOO_LARGE, _NOT_SUPPORTED = 701, 720, 801
 #: Shared memory of a block without and with cudaFuncAttributeMaxDynamicSharedMemorySize.
 _SHARED, _MAX_SHARED = 49152, 232448
@@ -222,7 +223,8 @@ class Runtime:
         if min(*grid, *block) < 1 or any(
             n > m for n, m in zip((*grid, *block), (*MOST_GRID, *MOST_BLOCK), strict=True)
         ):
-            error, text = _INVALID_CONFIGURATION, f"a grid of {grid} blocks of {block} threads"
+            limits = f"extents are at least 1, of the grid at most {MOST_GRID}, of a block at most {MOST_BLOCK}"
+            error, text = _INVALID_CONFIGURATION, f"a grid of {grid} blocks of {block} threads; {limits}"
         elif math.prod(block) > MOST_THREADS:
             error, text = _INVALID_CONFIGURATION, f"blocks of {math.prod(block)} threads; at most {MOST_THREADS}"
         elif math.prod(block) > limit:
@@ -364,6 +366,9 @@ class Server(Runtime):
     def _copy(self, values: list[int], payload: bytes) -> None:
         dst, dst_pitch, dst_slice, src, src_pitch, src_slice, width, height, planes, kind, caller = values[:11]
         name = f"a copy of {width * height * planes} bytes"
+        if kind >= len(_COPY_NAMES):
+            self._report("invalid-copy", f"{name} with the cudaMemcpyKind {kind}; known are 0 to 4", caller)
+            raise CallError(_INVALID_DIRECTION)
         if kind in _COPIES:
             for address, wanted, role in ((dst, _COPIES[kind][0], "destination"), (src, _COPIES[kind][1], "source")):
                 inside = self._is_inside(address)
