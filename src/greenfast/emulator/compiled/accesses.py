@@ -154,7 +154,7 @@ class MemoryCode:
         c.require(inside)
         return offset
 
-    def _places(self, arena: str, offset: Value, size: int) -> tuple[Value, Value]:
+    def _places(self, arena: str, offset: Value) -> tuple[Value, Value]:
         """Return the pointers to the data and the states of an element."""
         data, state = (self.c.pointer(_slot(arena, part)) for part in ("DATA", "STATE"))
         return self.c.b.element(I8, data, offset), self.c.b.element(I8, state, offset)
@@ -162,7 +162,7 @@ class MemoryCode:
     def _load(self, arena: str, offset: Value, size: int, element: int, count: int, constant: bool) -> list[Value]:
         """Emit the checks of a load, and return its elements; constant: the memory may not change (.nc)."""
         c = self.c
-        data, state = self._places(arena, offset, size)
+        data, state = self._places(arena, offset)
         kind, align = integer(8 * size), min(size, 8)
         c.require(c.b.icmp_unsigned("==", c.b.load(kind, state, align), kind(_repeat_in_bytes(WRITTEN, size))))
         if arena == "shared":
@@ -191,7 +191,7 @@ class MemoryCode:
 
     def _store(self, arena: str, offset: Value, values: list[Value], size: int) -> None:
         c = self.c
-        data, state = self._places(arena, offset, size)
+        data, state = self._places(arena, offset)
         kind, align = integer(8 * size), min(size, 8)
         before = c.b.load(kind, state, align)
         written = kind(_repeat_in_bytes(WRITTEN, size))

@@ -6,7 +6,7 @@ llvmlite has such classes, too; theirs take longer than LLVM itself (docs/perfor
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -119,6 +119,29 @@ class IrFunction:
         return "\n".join([f"define {self.result.name} @{self.name}({arguments}) {{", *blocks, "}"])
 
 
+def _define_binary(
+    name: str, *, left_zero: bool = False, right_zero: bool = False
+) -> Callable[[Builder, Value, Value], Value]:
+    """Return a method that emits an instruction of two operands; left_zero, right_zero: where 0 is neutral."""
+
+    def emit(builder: Builder, a: Value, b: Value) -> Value:
+        if right_zero and b.constant == 0:
+            return a
+        return b if left_zero and a.constant == 0 else builder.binary(name, a, b)
+
+    return emit
+
+
+def _define_comparison(name: str) -> Callable[[Builder, str, Value, Value], Value]:
+    """Return a method that emits a comparison, such as <=; name: its name in LLVM without the order."""
+
+    def emit(builder: Builder, order: str, a: Value, b: Value) -> Value:
+        prefix = name[:-1] if name[0] == "i" and order in ("==", "!=") else name
+        return builder.compare(f"{prefix}{_COMPARISONS[order]}", a, b)
+
+    return emit
+
+
 class Builder:
     """Appends instructions to a block of a function."""
 
@@ -130,105 +153,44 @@ class Builder:
         self.block.lines.append(f"{value.text} = {text}")
         return value
 
-    def _binary(self, name: str, a: Value, b: Value) -> Value:
+    def binary(self, name: str, a: Value, b: Value) -> Value:
+        """Emit an instruction of two operands of one type, by its name in LLVM."""
         return self._emit(a.type, f"{name} {a.type.name} {a.text}, {b.text}")
 
-    def add(self, a: Value, b: Value) -> Value:
-        """Emit a + b."""
-        if b.constant == 0:
-            return a
-        return self._binary("add", a, b)
-
-    def sub(self, a: Value, b: Value) -> Value:
-        """Emit a - b."""
-        return self._binary("sub", a, b)
-
-    def mul(self, a: Value, b: Value) -> Value:
-        """Emit a * b."""
-        return self._binary("mul", a, b)
-
-    def and_(self, a: Value, b: Value) -> Value:
-        """Emit a & b."""
-        return self._binary("and", a, b)
-
-    def or_(self, a: Value, b: Value) -> Value:
-        """Emit a | b."""
-        if a.constant == 0:
-            return b
-        return self._binary("or", a, b)
-
-    def xor(self, a: Value, b: Value) -> Value:
-        """Emit a ^ b."""
-        return self._binary("xor", a, b)
-
-    def shl(self, a: Value, b: Value) -> Value:
-        """Emit a << b."""
-        return a if b.constant == 0 else self._binary("shl", a, b)
-
-    def lshr(self, a: Value, b: Value) -> Value:
-        """Emit a >> b, filled with zeros."""
-        return a if b.constant == 0 else self._binary("lshr", a, b)
-
-    def ashr(self, a: Value, b: Value) -> Value:
-        """Emit a >> b, filled with the sign."""
-        return self._binary("ashr", a, b)
+    # The instructions themselves. A constant zero that changes nothing is left out.
+    add, shl, lshr = (_define_binary(name, right_zero=True) for name in ("add", "shl", "lshr"))
+    or_ = _define_binary("or", left_zero=True)
+    sub, mul, and_, xor, ashr = (_define_binary(name) for name in ("sub", "mul", "and", "xor", "ashr"))
+    fadd, fsub, fmul, fdiv = (_define_binary(name) for name in ("fadd", "fsub", "fmul", "fdiv"))
 
     def neg(self, a: Value) -> Value:
         """Emit -a."""
-        return self._binary("sub", a.type(0), a)
+        return self.binary("sub", a.type(0), a)
 
     def not_(self, a: Value) -> Value:
         """Emit ~a."""
-        return self._binary("xor", a, a.type(-1))
-
-    def fadd(self, a: Value, b: Value) -> Value:
-        """Emit a + b."""
-        return self._binary("fadd", a, b)
-
-    def fsub(self, a: Value, b: Value) -> Value:
-        """Emit a - b."""
-        return self._binary("fsub", a, b)
-
-    def fmul(self, a: Value, b: Value) -> Value:
-        """Emit a * b."""
-        return self._binary("fmul", a, b)
-
-    def fdiv(self, a: Value, b: Value) -> Value:
-        """Emit a / b."""
-        return self._binary("fdiv", a, b)
+        return self.binary("xor", a, a.type(-1))
 
     def fneg(self, a: Value) -> Value:
         """Emit -a."""
         return self._emit(a.type, f"fneg {a.type.name} {a.text}")
 
-    def _compare(self, text: str, a: Value, b: Value) -> Value:
+    def compare(self, text: str, a: Value, b: Value) -> Value:
+        """Emit a comparison, by its name in LLVM."""
         return self._emit(I1, f"{text} {a.type.name} {a.text}, {b.text}")
 
-    def icmp_signed(self, order: str, a: Value, b: Value) -> Value:
-        """Emit a comparison of signed integers, such as <=."""
-        name = _COMPARISONS[order]
-        return self._compare(f"icmp {name if order in ('==', '!=') else f's{name}'}", a, b)
-
-    def icmp_unsigned(self, order: str, a: Value, b: Value) -> Value:
-        """Emit a comparison of unsigned integers."""
-        name = _COMPARISONS[order]
-        return self._compare(f"icmp {name if order in ('==', '!=') else f'u{name}'}", a, b)
-
-    def fcmp_ordered(self, order: str, a: Value, b: Value) -> Value:
-        """Emit a comparison that is false with NaN."""
-        return self._compare(f"fcmp o{_COMPARISONS[order]}", a, b)
-
-    def fcmp_unordered(self, order: str, a: Value, b: Value) -> Value:
-        """Emit a comparison that is true with NaN."""
-        return self._compare(f"fcmp u{_COMPARISONS[order]}", a, b)
+    # Comparisons of signed and unsigned integers, and of numbers: false with NaN, and true with NaN.
+    icmp_signed, icmp_unsigned, fcmp_ordered, fcmp_unordered = map(
+        _define_comparison, ("icmp s", "icmp u", "fcmp o", "fcmp u")
+    )
 
     def are_ordered(self, a: Value, b: Value) -> Value:
         """Emit whether neither is NaN."""
-        return self._compare("fcmp ord", a, b)
+        return self.compare("fcmp ord", a, b)
 
     def is_nan(self, a: Value) -> Value:
         """Emit whether a number is NaN."""
-        return self._compare("fcmp uno", a, a)
+        return self.compare("fcmp uno", a, a)
 
     def select(self, condition: Value, a: Value, b: Value) -> Value:
         """Emit a if the condition holds, else b."""

@@ -52,8 +52,6 @@ _INTERPRET_INSTRUCTION, _INTERPRET_THREAD = 8.0, 0.008
 #: After how many threads LLVM optimizes the machine code of a stretch. It then takes twice as long to compile, and runs
 #: in 0.6 of the time.
 OPTIMIZE_AFTER = 1_000_000
-#: Microseconds of interpreting an instruction: of each, and of each thread.
-_CALL, _THREAD = 15.0, 0.008
 
 
 @cache

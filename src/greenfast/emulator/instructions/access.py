@@ -230,14 +230,15 @@ def _load_param(i: Instruction) -> Operation:
     return run
 
 
-_ATOMIC: dict[str, Any] = {
+#: NumPy's functions of the operations of atomic accesses and reductions.
+FUNCTIONS: dict[str, Any] = {
     "add": np.add, "min": np.minimum, "max": np.maximum, "and": np.bitwise_and, "or": np.bitwise_or,
     "xor": np.bitwise_xor,
 }  # fmt: skip
 
 
 #: Operations of reductions into memory.
-REDUCTIONS = (*_ATOMIC, "inc", "dec")
+REDUCTIONS = (*FUNCTIONS, "inc", "dec")
 
 
 def atomic(i: Instruction) -> Operation:
@@ -314,7 +315,7 @@ def atomic_result(operation: str, kind: str, space: str) -> Callable[..., Any]:
     if operation == "add" and kind in floats.KINDS:
         # The ISA: on global memory atom.add.f32 flushes subnormal inputs and results.
         return floats.build_sum(kind, ftz=kind == "f32" and space == "global")
-    function: Callable[..., Any] = _ATOMIC[operation]
+    function: Callable[..., Any] = FUNCTIONS[operation]
     return function
 
 

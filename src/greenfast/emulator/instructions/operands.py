@@ -166,7 +166,8 @@ def writer(operand: Operand, type_name: str, instruction: Instruction) -> Writer
 
     def write(m: ResidentBlocks, lanes: ThreadSet, values: Values) -> None:
         if m.products is not None and name in m.products.guards:
-            _guard_write(m, name, lanes)
+            require_writable(m, name, lanes)
+            m.products.guards[name].touched[lanes] = m.products.fences[lanes] + 1
         register = m.registers.get(name)
         if register is None:
             register = m.register(name)
@@ -187,14 +188,13 @@ def writer(operand: Operand, type_name: str, instruction: Instruction) -> Writer
     return write
 
 
-def _guard_write(m: ResidentBlocks, name: str, lanes: ThreadSet) -> None:
-    """Report a write to a register that a matrix product in flight uses, and require a wgmma.fence."""
+def require_writable(m: ResidentBlocks, name: str, lanes: ThreadSet) -> None:
+    """Report a write to a register that a matrix product in flight uses."""
     assert m.products is not None
     bad = m.products.unwritable(name, lanes)
     if len(bad):
         why = "write to a register that a wgmma in flight uses, before a wgmma.wait_group that covers it"
         raise m.fault(f"{why} ({name})", int(lane_indices(lanes)[bad[0]]))
-    m.products.guards[name].touched[lanes] = m.products.fences[lanes] + 1
 
 
 def elementwise(

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from greenfast.emulator.instructions.access import FUNCTIONS
 from greenfast.emulator.instructions.operands import Reader, list_items, parse_dtype, parse_type, reader, writer
 from greenfast.emulator.machine.blocks import WARP, ThreadSet, Values, lane_indices
 from greenfast.emulator.machine.state import Operation, ResidentBlocks
@@ -182,17 +183,11 @@ def elect(i: Instruction) -> Operation:
     return run
 
 
-_REDUCTIONS: dict[str, Any] = {
-    "add": np.add, "min": np.minimum, "max": np.maximum, "and": np.bitwise_and, "or": np.bitwise_or,
-    "xor": np.bitwise_xor,
-}  # fmt: skip
-
-
 def reduce(i: Instruction) -> Operation:
     """Build redux.sync over the threads of a group."""
     kind = parse_type(i)
-    name = next(p for p in i.parts if p in _REDUCTIONS)
-    function = _REDUCTIONS[name]
+    name = next(p for p in i.parts if p in FUNCTIONS)
+    function = FUNCTIONS[name]
     limits = np.iinfo(parse_dtype(kind))
     neutral = {"min": limits.max, "max": limits.min, "and": limits.max}.get(name, 0)
     read, write, mask = reader(i.operands[1], kind, i), writer(i.operands[0], kind, i), reader(i.operands[2], "u32", i)

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from greenfast.emulator.instructions.descriptors import DescriptorError, MatrixDescriptor
 from greenfast.emulator.instructions.formats import INTEGERS, decode
 from greenfast.emulator.instructions.fragments import parse_shape
-from greenfast.emulator.instructions.operands import cast, parse_constant, parse_dtype, reader
+from greenfast.emulator.instructions.operands import cast, parse_constant, parse_dtype, reader, require_writable
 from greenfast.emulator.machine.blocks import WARP, ThreadSet, Values, lane_indices
 from greenfast.emulator.machine.in_flight import (
     GROUPS,
@@ -175,14 +175,14 @@ def multiply(i: Instruction) -> Operation:
         blocks = m.block_of[indices[: len(indices) // _WARPS : WARP]]
         _check_fences(m, form, lanes)
         flag = np.broadcast_to(np.asarray(form.accumulates(m, lanes)), len(indices))
-        adds = _read_uniform(m, i, flag, blocks, lanes, "scale-d")
+        adds = _read_uniform(m, flag, blocks, lanes, "scale-d")
         used: list[NDArray[np.int64]] = []
         if form.a_registers:
             left = decode(_register_rows([r(m, lanes) for r in form.read_a], len(blocks)), form.a)
         else:
-            left, chunks = _operand(m, i, form.read_a[0], blocks, lanes, _M, form.a, form.transpose_a, True)
+            left, chunks = _operand(m, form.read_a[0], blocks, lanes, _M, form.a, form.transpose_a, True)
             used.append(chunks)
-        right, chunks = _operand(m, i, form.read_b, blocks, lanes, form.n, form.b, form.transpose_b, False)
+        right, chunks = _operand(m, form.read_b, blocks, lanes, form.n, form.b, form.transpose_b, False)
         used.append(chunks)
         product = left @ right.swapaxes(1, 2)
         _accumulate(m, form, lanes, product if form.sign == 1 else -product, adds, len(blocks))
@@ -247,7 +247,7 @@ def _check_fences(m: ResidentBlocks, form: _WgmmaForm, lanes: ThreadSet) -> None
 
 
 def _read_uniform(
-    m: ResidentBlocks, i: Instruction, values: Values, blocks: NDArray[np.intp], lanes: ThreadSet, operand: str
+    m: ResidentBlocks, values: Values, blocks: NDArray[np.intp], lanes: ThreadSet, operand: str
 ) -> Values:
     """Return (blocks,) values that must be equal in all threads of a warpgroup."""
     table = np.broadcast_to(values, len(lane_indices(lanes))).reshape(_WARPS, len(blocks), WARP)
@@ -259,7 +259,6 @@ def _read_uniform(
 
 def _operand(
     m: ResidentBlocks,
-    i: Instruction,
     read: Callable[[ResidentBlocks, ThreadSet], Values],
     blocks: NDArray[np.intp],
     lanes: ThreadSet,
@@ -269,7 +268,7 @@ def _operand(
     is_a: bool,
 ) -> tuple[Values, NDArray[np.int64]]:
     """Return (blocks, rows, K) values of an operand in shared memory, and its (blocks, chunks) of memory."""
-    bits = _read_uniform(m, i, np.asarray(read(m, lanes)), blocks, lanes, "a matrix descriptor")
+    bits = _read_uniform(m, np.asarray(read(m, lanes)), blocks, lanes, "a matrix descriptor")
     owner = lane_indices(lanes)[: len(blocks) * WARP : WARP]
     offsets = np.zeros((len(blocks), 0, 0), np.int64)
     for descriptor in np.unique(bits).tolist():
@@ -327,7 +326,7 @@ def move(i: Instruction) -> Operation:
 
     def run(m: ResidentBlocks, lanes: ThreadSet) -> None:
         p = _products(m)
-        _require_writable(m, name, lanes)
+        require_writable(m, name, lanes)
         values = cast(m.register(origin)[lanes], parse_dtype(kind)) if constant is None else constant(m, lanes)
         _write_bits(m, name, lanes, values)
         if origin in p.guards:
@@ -360,7 +359,7 @@ def repack(i: Instruction) -> Operation:
     def run(m: ResidentBlocks, lanes: ThreadSet) -> None:
         p = _products(m)
         for name in targets:
-            _require_writable(m, name, lanes)
+            require_writable(m, name, lanes)
         if len(sources) == 2:
             low, high = (cast(m.register(name)[lanes], half).astype(word) for name in sources)
             _write_bits(m, whole, lanes, low | high << 16)
@@ -374,13 +373,6 @@ def repack(i: Instruction) -> Operation:
             p.guard(name).touched[lanes] = np.max([guard.touched[lanes] for guard in guards], axis=0)
 
     return run
-
-
-def _require_writable(m: ResidentBlocks, name: str, lanes: ThreadSet) -> None:
-    bad = _products(m).unwritable(name, lanes)
-    if len(bad):
-        why = "write to a register that a wgmma in flight uses, before a wgmma.wait_group that covers it"
-        raise m.fault(f"{why} ({name})", int(lane_indices(lanes)[bad[0]]))
 
 
 def _write_bits(m: ResidentBlocks, name: str, lanes: ThreadSet, values: Values) -> None:

@@ -34,7 +34,6 @@ from greenfast.spec.kernel import MAP_BYTES
 Operation: TypeAlias = "Callable[[ResidentBlocks, ThreadSet], NDArray[np.intp] | None]"
 #: Addresses in the shared memory of another block of the cluster have its rank, counted from 1, above these bits.
 RANK_BITS = 24
-_FULL = np.uint64(0xFFFFFFFF)
 _BITS = {"8": np.uint8, "16": np.uint16, "32": np.uint32, "64": np.uint64, "16x2": np.uint32}
 
 

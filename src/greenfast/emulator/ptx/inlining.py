@@ -274,21 +274,23 @@ class _Inliner:
                 self.body.variables[own] = Variable(own, "local", formal.align, formal.size, type=formal.type)
         names.parameters = bound
         for formal, actual in zip(callee.params, arguments.items, strict=True):
-            if formal.space == "reg":
-                register = Register(formal.name + names.suffix)
-                self.emit(replace(i, name="mov", parts=(formal.type,), operands=(register, actual), guard=None))
-            elif not isinstance(actual, Symbol):
-                location = Address(Symbol(bound[formal.name]), 0)
-                self.emit(replace(i, name="st", parts=("local", formal.type), operands=(location, actual), guard=None))
+            self.pass_value(i, formal, actual, names, returns=False)
         self.add(callee, names, (*callers, name))
         self.mark_new(_end(names))
         for formal, actual in zip(callee.results, results.items, strict=True):
-            if formal.space == "reg":
-                register = Register(formal.name + names.suffix)
-                self.emit(replace(i, name="mov", parts=(formal.type,), operands=(actual, register), guard=None))
-            elif not isinstance(actual, Symbol):
-                location = Address(Symbol(bound[formal.name]), 0)
-                self.emit(replace(i, name="ld", parts=("local", formal.type), operands=(actual, location), guard=None))
+            self.pass_value(i, formal, actual, names, returns=True)
+
+    def pass_value(self, i: Instruction, formal: Variable, actual: Operand, names: _Names, *, returns: bool) -> None:
+        """Append the copy of an argument to its parameter, or of a result back; none for a variable of the caller."""
+        if isinstance(actual, Symbol) and formal.space != "reg":
+            return
+        if formal.space == "reg":
+            i = replace(i, name="mov", parts=(formal.type,))
+            own: Operand = Register(formal.name + names.suffix)
+        else:
+            i = replace(i, name="ld" if returns else "st", parts=("local", formal.type))
+            own = Address(Symbol(names.parameters[formal.name]), 0)
+        self.emit(replace(i, operands=(actual, own) if returns else (own, actual), guard=None))
 
     # ---- recursive functions ----------------------------------------------------------------------------------------
 
