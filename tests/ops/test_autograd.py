@@ -231,6 +231,31 @@ class Model(nn.Module):
         return sdpa(self.layer(x), x, x, is_causal=True)  # type: ignore[no-any-return]
 
 
+LENGTHS, STARTS = torch.tensor([20], dtype=torch.int32), torch.tensor([0, 20, 33], dtype=torch.int32)
+
+
+@pytest.mark.parametrize(
+    ("call", "lengths"),
+    [
+        (lambda q, k, v, x: sdpa(q, k, v, kv_lengths=x), LENGTHS),
+        (lambda q, k, v, x: sdpa(q, k, v, kv_lengths=x, backward="8bit"), LENGTHS),
+        (
+            lambda q, k, v, x: greenfast.varlen_attn(
+                q[0].transpose(0, 1), k[0].transpose(0, 1), v[0].transpose(0, 1), STARTS, x, 20, 20
+            ),
+            STARTS,
+        ),
+    ],
+    ids=["16bit", "8bit", "packed"],
+)
+def test_lengths_changed_before_the_backward_pass_are_refused(call: Callable[..., Tensor], lengths: Tensor) -> None:
+    lengths = lengths.clone()
+    out = call(*inputs(grad=True), lengths)
+    lengths[-1] -= 1
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()  # type: ignore[no-untyped-call]
+
+
 @pytest.mark.parametrize("decomposed", [False, True])
 def test_an_export_in_grad_mode_equals_one_without(decomposed: bool) -> None:
     model, x = Model(), inputs()[0]

@@ -68,10 +68,14 @@ class _AttentionNode(_Node):
         *args: Any,
     ) -> Any:  # fmt: skip
         ctx.name, ctx.of, ctx.first, ctx.inputs = public, backward, first, inputs
-        ctx.options = [None if i in inputs else x for i, x in enumerate(args)]
+        # Lengths and lists of tiles are saved too: the backward pass refuses tensors that were written to since.
+        # Inference tensors cannot be saved, because they have no count of writes.
+        others = [i for i, x in enumerate(args) if isinstance(x, Tensor) and i not in inputs and not x.is_inference()]
+        ctx.saved = (*inputs, *others)
+        ctx.options = [None if i in ctx.saved else x for i, x in enumerate(args)]
         ctx.set_materialize_grads(False)
         results = _redispatch_in_node(op, keys, args)
-        ctx.save_for_backward(_MARK, *[args[i] for i in inputs], *(results if keeps else ()))
+        ctx.save_for_backward(_MARK, *[args[i] for i in ctx.saved], *(results if keeps else ()))
         return results
 
     @staticmethod
@@ -79,8 +83,8 @@ class _AttentionNode(_Node):
         grad, grad_lse = (*grads, None)[:2]
         _, *saved = ctx.saved_tensors
         args = [*ctx.options]
-        kept = saved[len(ctx.inputs) :]
-        for i, x in zip(ctx.inputs, saved, strict=False):
+        kept = saved[len(ctx.saved) :]
+        for i, x in zip(ctx.saved, saved, strict=False):
             args[i] = x
         grads_in: list[Tensor | None] = [None] * len(args)
         if grad is not None:

@@ -210,16 +210,20 @@ def _check_combination(mask: Any, options: ScoreOptions, q_len: Any, kv_len: Any
         )
 
 
-def check_options(mask: Any, options: ScoreOptions, query: Tensor, kv_len: Any) -> None:
+def check_options(
+    mask: Any, options: ScoreOptions, query: Tensor, kv_len: Any, device: torch.device | None = None
+) -> None:
     """Raise ValueError for a mask and options that ``sdpa`` refuses for a call. No value is read.
 
-    mask: of a CanonicalCall. query: of its shape, (B, H, S, D).
+    mask: of a CanonicalCall. query: of its shape, (B, H, S, D). device: of kv_lengths and sinks, by default their own.
     """
     if mask is not None:
         _check_combination(mask, options, query.shape[2], kv_len)
     # sdpa casts both; empty tensors of the same shape cost no launch.
-    lengths = None if options.kv_lengths is None else torch.empty_like(options.kv_lengths, dtype=torch.int32)
-    sinks = None if options.sinks is None else torch.empty_like(options.sinks, dtype=torch.float32)
+    lengths = (
+        None if options.kv_lengths is None else torch.empty_like(options.kv_lengths, dtype=torch.int32, device=device)
+    )
+    sinks = None if options.sinks is None else torch.empty_like(options.sinks, dtype=torch.float32, device=device)
     lists = (mask.counts, mask.entries, mask.bits) if isinstance(mask, BlockMask) else (None, None, None)
     _check_mask(query, kv_len, lengths, None, sinks, *lists)
 

@@ -366,8 +366,9 @@ def _explain_tensors(
     if cost and (precision == TOKEN or not _has_masks(query, gpu)):
         return Explanation(TORCH, TOKEN_MASKS if precision == TOKEN else MASKED_ON_HOPPER)
     if not jagged and (options is not NO_OPTIONS or isinstance(form.mask, BlockMask)):
+        device = None if gpu is None else query.device  # a target is for tensors on any device
         try:
-            check_options(form.mask, options, query.new_empty(1).expand(form.query), form.key[2])
+            check_options(form.mask, options, query.new_empty(1).expand(form.query), form.key[2], device)
         except ValueError as refused:
             return Explanation(TORCH, str(refused))
     if form.empty:
