@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from greenfast.emulator.instructions.operands import TYPES, cast
+from greenfast.emulator.instructions.operands import TYPES, cast, list_items
 from greenfast.emulator.machine.blocks import WARP, ThreadSet, lane_indices, unflatten
 from greenfast.emulator.machine.counts import SECTOR, Counts
 from greenfast.emulator.machine.observed import (
@@ -34,7 +34,7 @@ from greenfast.emulator.machine.observed import (
 from greenfast.emulator.machine.state import ResidentBlocks
 from greenfast.emulator.program import Program
 from greenfast.emulator.ptx.names import demangle
-from greenfast.emulator.ptx.syntax import Address, Frame, Instruction, Register, SourceLine, Vector
+from greenfast.emulator.ptx.syntax import Address, Frame, Instruction, Register, SourceLine
 from greenfast.emulator.scheduler import Scheduler
 from greenfast.emulator.watches import MARKER, MARKERS, Watch, parse_watch
 
@@ -367,8 +367,7 @@ def _register_readers(
     types = [part for part in i.parts if part in TYPES]
     kinds: dict[str, str] = {}
     for n, operand in enumerate(i.operands):
-        items = operand.items if isinstance(operand, Vector) else (operand,)
-        for item in items:
+        for item in list_items(operand):
             address = isinstance(item, Address)
             register = item.base if isinstance(item, Address) else item
             if isinstance(register, Register) and register.name != "_":

@@ -31,7 +31,7 @@ from greenfast.emulator.instructions import (
 )
 from greenfast.emulator.instructions.access import STRONG, parse_space
 from greenfast.emulator.instructions.convergence import parse_sync_group
-from greenfast.emulator.instructions.operands import TYPES
+from greenfast.emulator.instructions.operands import TYPES, list_items
 from greenfast.emulator.instructions.printf import call
 from greenfast.emulator.machine.access_log import RestartWithReadTracking
 from greenfast.emulator.machine.blocks import ThreadSet, lane_indices
@@ -195,7 +195,7 @@ def _check_operands(i: Instruction) -> None:
 
 def _invert(operation: Operation | None, i: Instruction) -> Operation:
     target = i.operands[0]
-    names = [o.name for o in (target.items if isinstance(target, Vector) else (target,)) if isinstance(o, Register)]
+    names = [o.name for o in list_items(target) if isinstance(o, Register)]
 
     def run(m: ResidentBlocks, lanes: ThreadSet) -> NDArray[np.intp] | None:
         stay = operation(m, lanes) if operation is not None else None

@@ -9,6 +9,7 @@ change in between.
 from __future__ import annotations
 
 import zlib
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -36,26 +37,25 @@ _STRONG = {"volatile", "relaxed", "acquire", "mmio"}
 def find_polling_branches(function: Function) -> set[int]:
     """Return the backward branches of loops that read memory that other threads may write meanwhile."""
     reads = np.cumsum([0, *(is_polled(i) for i in function.code)])
-    result = set()
-    for pc, i in enumerate(function.code):
-        target = i.operands[0] if i.name == "bra" and i.operands else None
-        if isinstance(target, Symbol) and target.name in function.labels:
-            start = function.labels[target.name]
-            if start <= pc and reads[pc + 1] > reads[start]:
-                result.add(pc)
-    return result
+    return {pc for pc, start in _backward_branches(function) if reads[pc + 1] > reads[start]}
 
 
 def find_endless_branches(function: Function) -> set[int]:
     """Return the backward branches of loops without an exit."""
-    result = set()
+    code = function.code
+    return {
+        pc
+        for pc, start in _backward_branches(function)
+        if code[pc].guard is None and not any(_leaves(function, i, start, pc) for i in code[start:pc])
+    }
+
+
+def _backward_branches(function: Function) -> Iterator[tuple[int, int]]:
+    """Yield each branch to an earlier instruction or itself, and that instruction."""
     for pc, i in enumerate(function.code):
         target = i.operands[0] if i.name == "bra" and i.operands else None
-        if i.guard is None and isinstance(target, Symbol) and function.labels.get(target.name, pc + 1) <= pc:
-            start = function.labels[target.name]
-            if not any(_leaves(function, other, start, pc) for other in function.code[start:pc]):
-                result.add(pc)
-    return result
+        if isinstance(target, Symbol) and function.labels.get(target.name, pc + 1) <= pc:
+            yield pc, function.labels[target.name]
 
 
 def _leaves(function: Function, i: Instruction, start: int, end: int) -> bool:

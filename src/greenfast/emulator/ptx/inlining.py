@@ -282,15 +282,12 @@ class _Inliner:
 
     def pass_value(self, i: Instruction, formal: Variable, actual: Operand, names: _Names, *, returns: bool) -> None:
         """Append the copy of an argument to its parameter, or of a result back; none for a variable of the caller."""
-        if isinstance(actual, Symbol) and formal.space != "reg":
-            return
         if formal.space == "reg":
-            i = replace(i, name="mov", parts=(formal.type,))
-            own: Operand = Register(formal.name + names.suffix)
-        else:
-            i = replace(i, name="ld" if returns else "st", parts=("local", formal.type))
-            own = Address(Symbol(names.parameters[formal.name]), 0)
-        self.emit(replace(i, operands=(actual, own) if returns else (own, actual), guard=None))
+            own = Register(formal.name + names.suffix)
+            operands = (actual, own) if returns else (own, actual)
+            self.emit(replace(i, name="mov", parts=(formal.type,), operands=operands, guard=None))
+        elif not isinstance(actual, Symbol):
+            self.transfer(i, formal, names.parameters[formal.name], actual, store=not returns)
 
     # ---- recursive functions ----------------------------------------------------------------------------------------
 

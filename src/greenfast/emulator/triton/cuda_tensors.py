@@ -306,6 +306,10 @@ class _Device(contextlib.AbstractContextManager["_Device"]):
         return None
 
 
+def _ignore(*args: Any, **kwargs: Any) -> None:
+    """Do nothing: all work is done."""
+
+
 class CudaStream:
     """torch.cuda.Stream: launches run at once and in order, so there is nothing to wait for."""
 
@@ -328,18 +332,11 @@ class CudaStream:
     def __hash__(self) -> int:
         return 0
 
-    def synchronize(self) -> None:
-        """Do nothing."""
+    synchronize = wait_stream = wait_event = _ignore
 
     def query(self) -> bool:
         """Return True: all work is done."""
         return True
-
-    def wait_stream(self, stream: Any) -> None:
-        """Do nothing."""
-
-    def wait_event(self, event: Any) -> None:
-        """Do nothing."""
 
     def record_event(self, event: Any = None) -> CudaEvent:
         """Return an event."""
@@ -352,14 +349,7 @@ class CudaEvent:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Accept the arguments of torch.cuda.Event."""
 
-    def record(self, stream: Any = None) -> None:
-        """Do nothing."""
-
-    def wait(self, stream: Any = None) -> None:
-        """Do nothing."""
-
-    def synchronize(self) -> None:
-        """Do nothing."""
+    record = wait = synchronize = _ignore
 
     def query(self) -> bool:
         """Return True: all work is done."""
@@ -386,10 +376,6 @@ def _refuse(name: str) -> Callable[..., Any]:
 
 #: The method that a new thread runs first, also if its class overrides ``run``.
 _BEGIN = "_bootstrap_inner"
-
-
-def _ignore(*args: Any, **kwargs: Any) -> None:
-    return None
 
 
 def _eager(model: Any = None, **options: Any) -> Any:
