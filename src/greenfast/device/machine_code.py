@@ -187,7 +187,7 @@ def early_launch_faults(sass: str) -> list[str]:
         if opcode.split(".")[0] == "LDG" and "CONSTANT" in opcode
     ]
     if not any(opcode == _WAIT for _, _, opcode, _ in code):
-        return [*faults, f"no {_WAIT}: the kernel never waits for the launch before it"]
+        return [*faults, f"no {_WAIT} (griddepcontrol.wait): the kernel never waits for the launch before it"]
     for index in sorted(find_reachable(code, labels, 0, lambda opcode, _: opcode == _WAIT)):
         address, _, opcode, _ = code[index]
         if opcode.split(".")[0] in _ACCESSES and "CONSTANT" not in opcode:

@@ -586,7 +586,8 @@ def count_resident_blocks(program: Program, geometry: Geometry, shared_bytes: in
 def _resolve_pointer(name: str, memory: GlobalMemory) -> int:
     """Return the address of a buffer; null for the phases' buffer if phases are not counted."""
     if name not in memory.starts and name != PHASE_BUFFER:
-        raise UsageError(f"launch argument {name!r} is not a buffer of the case")
+        names = ", ".join(sorted(key for key in memory.starts if key.isidentifier()))
+        raise UsageError(f"launch argument {name!r} is not a buffer of the case; its buffers are {names}")
     return memory.address(name) if name in memory.starts else 0
 
 

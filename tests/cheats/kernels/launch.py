@@ -38,7 +38,7 @@ DOUBLED
 .reqntid 16, 16, 1
 DOUBLES
 """, suffix=".ptx"),
-    "buffer_not_declared": Kernel("CORRECTNESS", "is not a buffer of the case", "is given a workspace that it did not declare", r"""
+    "buffer_not_declared": Kernel("CORRECTNESS", "is not a buffer of the case; its buffers are x, y", "is given a workspace that it did not declare", r"""
 extern "C" __global__ void doubling(const float* x, float* y, float* scratch, int n) {
   const int i = blockIdx.x * blockDim.x + threadIdx.x;
   if (i < n) y[i] = 2.0f * x[i] + 0.0f * (scratch == nullptr);

@@ -451,7 +451,7 @@ def _row(
     format_error = error_stats(references.exact, references.full, gates.error.bad_abs_err)
     measured: dict[str, Any] = {}
     held: dict[str, bool] = {}
-    notes = [str(result)] if isinstance(result, WorkerError) else [*result.violations, *result.notes]
+    notes = [str(result)] if isinstance(result, WorkerError) else [*result.violations]
     if isinstance(result, UnsupportedByDeviceError):
         pass
     elif isinstance(result, WorkerError) or decoded is None:
@@ -479,6 +479,8 @@ def _row(
     held = judge_row(row, gates.limits)
     if not all(held.get(name, True) for name in _VALUE_GATES):
         notes.append(str(row.worst))
+    if not isinstance(result, WorkerError):
+        notes += result.notes  # after the reasons of a failure
     return msgspec.structs.replace(row, gates=held, notes=notes)
 
 

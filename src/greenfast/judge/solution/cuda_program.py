@@ -96,7 +96,7 @@ def evaluate_launch(solution: ResolvedSolution, number: int, names: Mapping[str,
         raise UsageError(f"{solution.path}: {where}.block: {threads} threads; a block has at most {MOST_THREADS}")
     shared = _whole(solution, f"{where}.shared", spec.shared, names)
     if not 0 <= shared <= _MAX_SHARED:
-        raise UsageError(f"{solution.path}: {where}.shared: {shared} bytes; no GPU's block has more than {_MAX_SHARED}")
+        raise UsageError(f"{solution.path}: {where}.shared: {shared} bytes; from 0 to {_MAX_SHARED} are allowed")
     cluster = _evaluate_extents(solution, f"{where}.cluster", spec.cluster, names, _MAX_CLUSTER)
     grid = _evaluate_extents(solution, f"{where}.grid", spec.grid, names, MOST_GRID)
     args: list[Argument] = []

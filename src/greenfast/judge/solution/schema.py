@@ -239,7 +239,7 @@ def _parse_python_header(text: str, path: Path) -> bytes:
         raise UsageError(f"{path}: not Python{f', line {line}' if line else ''}: {str(e).splitlines()[0]}") from None
     assignments = [s for s in body if isinstance(s, ast.Assign) and "GREENFAST" in map(ast.unparse, s.targets)]
     if not assignments:
-        raise UsageError(f"{path}: has no GREENFAST at the top level; write {example}")
+        raise UsageError(f"{path}: has no GREENFAST at the top level, nor a class ModelNew; write {example}")
     where = f"{path}: line {assignments[-1].lineno}: GREENFAST"
     if len(assignments) > 1:
         raise UsageError(f"{where} is assigned twice; assign it once")

@@ -70,9 +70,12 @@ def _capture(
     arguments = [tensors[text] if text in tensors else parse_scalar(text, names).item() for text in given]
     in_place = {name: tensor for name, tensor in inputs.items() if buffers[name].output}
     outputs |= in_place
-    if isinstance(code, Recording):
-        return code.record(function, arguments, inputs, outputs)
-    return capture(function, arguments, inputs, outputs, code)
+    try:
+        if isinstance(code, Recording):
+            return code.record(function, arguments, inputs, outputs)
+        return capture(function, arguments, inputs, outputs, code)
+    except UsageError as e:
+        raise UsageError(f"{solution.config.name}: {getattr(function, '__name__', 'its function')}: {e}") from None
 
 
 def _find_call(solution: ResolvedSolution, buffers: Mapping[str, Buffer]) -> tuple[Any, list[str]]:
