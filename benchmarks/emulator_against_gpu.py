@@ -31,7 +31,7 @@ from greenfast.judge.implementation import build_rung_implementation, build_side
 from greenfast.judge.profiling import ncu, take_profile
 from greenfast.judge.report import formatting
 from greenfast.judge.request import make_request
-from greenfast.judge.task import find_task, load
+from greenfast.judge.task import load
 
 #: Operations of the machine's matrix instruction on halves, HMMA.16816.
 _HMMA_FLOPS = 2 * 16 * 8 * 16
@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--formats", type=words, default=["e4m3"])
     parser.add_argument("--json", type=Path, required=True)
     args = parser.parse_args(argv)
-    task = load(find_task("fp8_sdpa"))
+    task = load("fp8_sdpa")
     gpu = Gpu(0)
     rows = []
     with tempfile.TemporaryDirectory() as folder:

@@ -41,7 +41,7 @@ class Launched:
     """A rung of the ladder on a shape, ready to run any number of times."""
 
     def __init__(self, name: str, shape: str) -> None:
-        task = load(find_task("fp8_sdpa"))
+        task = load("fp8_sdpa")
         toggles, dims = task.config.variant(name).values, task.config.shape(shape).dims
         source = task.family.kernel(toggles, "e4m3", dims)
         ptx = compile_kernel(source, Target("sm_89")).ptx

@@ -38,15 +38,14 @@ class BenchOutcome:
 
 def bench(request: Request, variant: Implementation | Variant, observer: ProgressListener) -> BenchOutcome:
     """Check and time one implementation and write its artifacts. Raises MachineError for an unwritable folder."""
-    parent = request.out / request.task.config.defaults.results
-    check_writable(parent)
+    check_writable(request.results)
     implementation = build_rung_implementation(request.task, variant) if isinstance(variant, Variant) else variant
     run = GateRun(request, {CANDIDATE: implementation}, observer)
     gates = {**GATES, "PERFORMANCE": replace(GATES["PERFORMANCE"], check=_time)}
     run.run(gate for name, gate in gates.items() if name != "EVIDENCE")
     timed = run.timed
     record = BenchRecord(**run.facts(), clocks=timed.clocks, order_seed=timed.order_seed, side=run.side(CANDIDATE))
-    with new_run_folder(parent, run.stamp) as (work, publish):
+    with new_run_folder(request.results, run.stamp) as (work, publish):
         (work / RECORD).write_text(sealed_json(record), encoding="utf-8")
         (work / REPORT).write_text(report(record), encoding="utf-8")
         for name, content in side_files(record, record.side).items():

@@ -29,7 +29,7 @@ from greenfast.device.helper_kernels import Instruments
 from greenfast.device.rotating_buffers import Rotation
 from greenfast.device.session import Executable, KernelImage
 from greenfast.judge.implementation import build_side
-from greenfast.judge.task import find_task, load
+from greenfast.judge.task import load
 from greenfast.spec.arch import Target
 from greenfast.spec.kernel import KernelSource, Launch
 from greenfast.spec.problem import Case
@@ -58,7 +58,7 @@ def compile_empty_kernel(target: Target) -> KernelImage:
 
 def build_program(target: Target) -> tuple[Executable, Case]:
     """Build the kernel of the task, and its case."""
-    task = load(find_task("fp8_sdpa"))
+    task = load("fp8_sdpa")
     config = task.config
     shape, fmt = config.shape(SHAPE), config.defaults.format
     side = build_side("timed", task.family, config.variant(VARIANT), fmt, [shape], target)

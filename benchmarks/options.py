@@ -7,7 +7,7 @@ import shlex
 from pathlib import Path
 
 from greenfast.judge.request import Request, read_request
-from greenfast.judge.task import find_task, load
+from greenfast.judge.task import load
 
 #: The task with the problem of all comparisons.
 _TASK = "fp8_attention"
@@ -33,7 +33,7 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
 def make_run_request(args: argparse.Namespace, command: str) -> Request:
     """Load the task and check the shared options. Raises UsageError or MachineError."""
     changes = {} if "task" in args else {"shapes": None}  # otherwise they are of the comparison
-    return read_request(load(find_task(getattr(args, "task", _TASK))), args, command=command, **changes)
+    return read_request(load(getattr(args, "task", _TASK)), args, command=command, **changes)
 
 
 def format_command(*arguments: str) -> str:

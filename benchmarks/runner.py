@@ -17,7 +17,7 @@ from benchmarks.records import AccuracyRow, Benchmark, HostRow, Row
 from benchmarks.report import benchmark_report, headline
 from greenfast.device.worker import Worker, WorkerError
 from greenfast.judge.gates.registry import GATES
-from greenfast.judge.implementation import CANDIDATE, BuiltSide, build_rung_implementation, find_rung
+from greenfast.judge.implementation import CANDIDATE, BuiltSide, Implementation, build_rung_implementation
 from greenfast.judge.pipeline import GateRun
 from greenfast.judge.record_io import PLOT, RECORD, REPORT, sealed_json
 from greenfast.judge.record_schema import GateResult
@@ -161,7 +161,7 @@ def compare(
     built = {cell.shape.name: cell.shape for cell in (*cells, *accuracy)} if variant else {}
     request = replace(request, shapes=list(built.values()))
     run = GateRun(request, {CANDIDATE: build_rung_implementation(request.task, variant)} if variant else {}, watcher)
-    limits = comparison.limits or _kernel_limits(request, run.variants[CANDIDATE])
+    limits = comparison.limits or _kernel_limits(request, run.implementations[CANDIDATE])
     side = _built(run) if variant else None
     timeout_s = max(request.timeout_s, _TIMEOUT_S)
     contest = _WorkerSession(
@@ -207,10 +207,9 @@ def _cells(comparison: Comparison, names: Sequence[str] | None, grid: bool) -> l
     return [known[name] for name in names]
 
 
-def _kernel_limits(request: Request, variant: Variant) -> ErrorLimits:
+def _kernel_limits(request: Request, kernel: Implementation) -> ErrorLimits:
     """Return the error limits of the task's own kernel."""
-    config = request.task.config
-    gate = find_rung(config, variant).kernel_error or config.gates(request.format).kernel_error
+    gate = kernel.requirements.kernel_error or request.gates.kernel_error
     return ErrorLimits(kernel_error=gate.relative_error, bound_ratio=gate.bound_factor)
 
 

@@ -38,7 +38,7 @@ from greenfast.judge.request import CasePlan, CheckPlan, Request
 from greenfast.judge.solution.client import SolutionProcess
 from greenfast.judge.solution.messages import Choose, Load, Render, RpcReply, RpcRequest
 from greenfast.judge.solution.server import _Server
-from greenfast.judge.task import LoadedTask, find_task, load
+from greenfast.judge.task import LoadedTask, load
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import GreenfastError, MachineError, UnsupportedError
 from greenfast.spec.facts import DeviceInfo
@@ -522,7 +522,7 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @cache
 def shipped(name: str) -> LoadedTask:
     """A task of this repository."""
-    return load(find_task(name))
+    return load(name)
 
 
 #: Of the fake device. A launch's digest reads what is left of a page: of the driver's 2 MB that was most of the work.

@@ -18,7 +18,7 @@ from greenfast.cli.main import main, parser
 from greenfast.device.compiler import compile_kernel
 from greenfast.judge.error_metrics import error_stats, worst_bound_ratio
 from greenfast.judge.record_schema import Record
-from greenfast.judge.task import TaskConfig, load, load_task
+from greenfast.judge.task import TaskConfig, load
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import UsageError
 from greenfast.spec.kernel import render_program
@@ -29,7 +29,7 @@ FOLDER = ROOT / "examples" / "row_softmax"
 PAGE = (ROOT / "docs" / "adding-a-task.md").read_text()
 #: The list of keys and counters that the page links.
 KEYS = (ROOT / "docs" / "judge-details.md").read_text().split("\n## Keys of a config\n")[1].split("\n## ")[0]
-TASK = load(load_task(FOLDER))
+TASK = load(FOLDER)
 CONFIG, FAMILY, PROBLEM = TASK.config, TASK.family, TASK.problem
 GATES = CONFIG.gates("fp16")
 SHAPES = {shape.name: shape.dims for shape in CONFIG.shapes}

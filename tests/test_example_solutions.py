@@ -21,7 +21,7 @@ from greenfast.judge.implementation import BuiltProgram
 from greenfast.judge.solution.cuda_program import DeclaredFamily
 from greenfast.judge.solution.messages import Buffer
 from greenfast.judge.solution.schema import ResolvedSolution, find_solution
-from greenfast.judge.task import LoadedTask, Shape, load, load_task
+from greenfast.judge.task import LoadedTask, Shape, load
 from greenfast.spec.arch import Target
 from greenfast.spec.extras import EXTRAS
 from greenfast.spec.kernel import Program
@@ -29,7 +29,7 @@ from greenfast.spec.kernel import Program
 EXAMPLES = Path(__file__).parents[1] / "examples"
 SOLUTIONS = sorted(path.stem for path in (EXAMPLES / "solutions").glob("*.py"))
 NAMES = ("matmul", "layer_norm", "causal_attention")
-TASKS = {name: load(load_task(EXAMPLES / name)) for name in ("row_softmax", *NAMES)}
+TASKS = {name: load(EXAMPLES / name) for name in ("row_softmax", *NAMES)}
 TARGET = Target("sm_90a")
 FMT = "fp16"
 Inputs = Mapping[str, torch.Tensor]

@@ -55,8 +55,11 @@ ROOMS: dict[str, tuple[int, tuple[str, ...]]] = {
     "judge data": (4, ("judge.record_schema", "judge.store")),
     "judge text": (5, tuple(f"judge.report.{name}" for name in ("facts", "formatting"))),
     "judge solution": (6, ("judge.solution",)),
-    "judge task": (7, ("judge.task", "judge.implementation", "judge.timing")),
-    "judge pipeline": (8, ("judge.check_plan", "judge.emulator_session", "judge.pipeline", "judge.request")),
+    "judge task": (7, ("judge.task", "judge.timing")),
+    "judge pipeline": (
+        8,
+        tuple(f"judge.{name}" for name in ("check_plan", "emulator_session", "implementation", "pipeline", "request")),
+    ),
     "judge gates": (9, ("judge.gates", "judge.error_metrics")),
     "judge report": (10, ("judge.report",)),
     "judge": (11, ("judge",)),

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from greenfast.judge.task import LoadedTask, load, load_task
+from greenfast.judge.task import LoadedTask, load
 
 TASK = Path(__file__).parent / "doubling"
 
@@ -14,7 +14,7 @@ TASK = Path(__file__).parent / "doubling"
 @cache
 def doubling() -> LoadedTask:
     """The task whose rungs are the kernels of its folder."""
-    return load(load_task(TASK))
+    return load(TASK)
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from greenfast.judge.pipeline import GateRun
 from greenfast.judge.record_schema import GateResult
 from greenfast.judge.request import NullListener, Request, make_request
 from greenfast.judge.solution.schema import find_solution
-from greenfast.judge.task import LoadedTask, load, load_task
+from greenfast.judge.task import LoadedTask, load
 from greenfast.spec.errors import GreenfastError
 from tests.fakes import EmulatorHere
 
@@ -55,7 +55,7 @@ def emulated_here(asked: Request) -> Request:
 def task_of(problem: str) -> LoadedTask:
     """A problem of the corpus, by the name of its folder."""
     inner = FOLDER / "problems" / problem
-    return load(load_task(inner if inner.is_dir() else FOLDER / problem))
+    return load(inner if inner.is_dir() else FOLDER / problem)
 
 
 @cache

@@ -21,8 +21,15 @@ import greenfast.judge.validate
 greenfast.judge.validate.report = _wait
 """
 
-#: A family's process prints nowhere: what follows this line is the wait for its answer.
-_BUSY = 'print("busy", flush=True)\n'
+#: A family's process prints nowhere: what follows the first inputs is the wait for its answer.
+_BUSY = """
+import functools
+_make_case, _print_once = make_case, functools.cache(functools.partial(print, "busy", flush=True))
+
+def make_case(*arguments, **variant):
+    _print_once()
+    return _make_case(*arguments, **variant)
+"""
 
 #: Point -> (family, problem) of a task that waits there.
 PLACES: dict[str, tuple[str, str]] = {

@@ -13,7 +13,7 @@ from greenfast.device.machine_code import disassemble
 from greenfast.emulator.grid import run_grid
 from greenfast.emulator.machine.counts import Counts
 from greenfast.judge.record_io import read_content
-from greenfast.judge.task import find_task, load
+from greenfast.judge.task import load
 from greenfast.kernels import KERNEL_DIR
 from greenfast.spec.arch import Target
 from greenfast.spec.kernel import KernelSource
@@ -147,7 +147,7 @@ def test_bank_conflicts_of_wmma(layout: str, pitch_a: int, pitch_c: int, loads: 
 @pytest.mark.slow
 def test_store_conflicts_and_sectors_are_the_measured_ones() -> None:
     """Use a rung with WMMA and without cp.async, because its copies disturb other accesses unpredictably."""
-    task = load(find_task("fp8_sdpa"))
+    task = load("fp8_sdpa")
     toggles, dims = task.config.variant("wmma_qk").values, task.config.shape("mission").dims
     source = task.family.kernel(toggles, "e4m3", dims)
     case = task.problem.make_case(dims, 0, "e4m3")

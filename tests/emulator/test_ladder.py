@@ -19,7 +19,7 @@ from greenfast.emulator.result import GridResult
 from greenfast.judge.error_metrics import error_stats, worst_bound_ratio
 from greenfast.judge.record_io import REPORT, read_record
 from greenfast.judge.record_schema import Record
-from greenfast.judge.task import find_task, load, load_task, task_folders
+from greenfast.judge.task import load, load_task, task_folders
 from greenfast.numerics.attention import attention, attention_rounding_bound
 from greenfast.numerics.formats import dequantize, quantize
 from greenfast.spec.arch import Target
@@ -30,7 +30,7 @@ from tests.emulator.kernels import run_source
 from tests.fakes import emulate_here
 
 SHIPPED = [load_task(folder).config.name for folder in task_folders()]
-LOADED = {name: load(find_task(name)) for name in (*SHIPPED, "examples/row_softmax")}
+LOADED = {name: load(name) for name in (*SHIPPED, "examples/row_softmax")}
 #: Serving's program of two launches is run by tests/kernels/serving and tests/problems.
 TASKS = {name: task for name, task in LOADED.items() if not hasattr(task.family, "program")}
 #: Rungs that also run with tails of tiles; the rungs of full fusion do so in a test of their own.

@@ -16,7 +16,7 @@ from greenfast.emulator.result import GridResult
 from greenfast.judge.record_io import read_record
 from greenfast.judge.record_schema import PhaseRecord
 from greenfast.judge.report.markdown import report
-from greenfast.judge.task import find_task, load
+from greenfast.judge.task import load
 from greenfast.kernels import KERNEL_DIR
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import UsageError
@@ -70,7 +70,7 @@ def test_a_phase_that_no_thread_comes_to_counts_nothing() -> None:
 
 
 def test_phases_add_up_and_hold_what_they_are_named_for() -> None:
-    task = load(find_task("fp8_sdpa"))
+    task = load("fp8_sdpa")
     for variant in ("scalar", "stage2", "stage3a_swizzle", "stage3b", "stage3b_specialized", "stage3b_persistent"):
         one_tile = [{"B": 1, "H": 1, "S": 32, "D": 64}] if variant in ("stage2", "stage3b") else []
         for dims in (*one_tile, {"B": 1, "H": 2, "S": 40, "D": 64}):

@@ -28,7 +28,7 @@ def candidates() -> list[Candidate]:
 def test_each_edit_is_of_a_region_and_changes_it(tmp_path: Path) -> None:
     space, where = find_space("edits", TASK)
     manifest = Manifest(created="", task=str(TASK), space=space, space_folder=str(where), proposer="scripted")
-    request = make_search_request(manifest, load(find_task("fp8_sdpa")), [], "none", tmp_path)
+    request = make_search_request(manifest, load("fp8_sdpa"), [], "none", tmp_path)
     sources = Sources(space, where, request, tmp_path)
     texts = sources.texts()
     for candidate in candidates():

@@ -24,7 +24,7 @@ from greenfast.evolve.stages import Stages, Verdict
 from greenfast.evolve.workers import InProcess
 from greenfast.judge.check_plan import add_check_plan
 from greenfast.judge.request import CasePlan
-from greenfast.judge.task import find_task, load
+from greenfast.judge.task import load
 from greenfast.spec.errors import UsageError
 from tests.cli.command_line import Ran, run_here
 from tests.evolve.doubling import KINDS, candidate, evaluated, write_search_task
@@ -183,7 +183,7 @@ def test_a_search_without_a_kernel_says_why(capsys: pytest.CaptureFixture[str], 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeDevice:
     """A GPU on which fewer threads are faster, and which knows the cases of exam seed 77."""
-    task = load(find_task(str(write_search_task(tmp_path / "task"))))
+    task = load(str(write_search_task(tmp_path / "task")))
     plain = request(tmp_path, task=task, shapes=("tiny",), seeds=(0, 1, 2), fmt="float", whole=False)
     asked = add_check_plan(plain, None, chosen=False, seed=77)
     assert asked.check_plan is not None

@@ -19,7 +19,7 @@ from greenfast.evolve.space import Space, read_space
 from greenfast.evolve.stages import hash_programs
 from greenfast.judge.implementation import Implementation, build_side
 from greenfast.judge.request import Request
-from greenfast.judge.task import find_task, load
+from greenfast.judge.task import load
 from greenfast.spec.errors import MachineError, UsageError
 from greenfast.spec.kernel import render_program
 from tests.cheats.kernels import KERNELS
@@ -152,7 +152,7 @@ def test_a_language_that_is_not_installed_is_named_once(
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: f"{path.parent.name}-{path.stem}")
 def test_the_spaces_that_ship_make_kernels_of_their_tasks(path: Path, tmp_path: Path) -> None:
-    space, task = read_space(path), load(find_task(path.parent.name))
+    space, task = read_space(path), load(path.parent.name)
     shape = next(s for s in task.config.shapes if all(s.dims.get(n, 0) in v for n, v in space.only.items()))
     asked = request(tmp_path, task=task, shapes=(shape.name,), fmt=task.config.defaults.format, device=None)
     sources = Sources(space, path.parent, asked, tmp_path)
@@ -163,7 +163,7 @@ def test_the_spaces_that_ship_make_kernels_of_their_tasks(path: Path, tmp_path: 
 
 
 def test_each_setting_of_the_serving_space_is_a_rung(tmp_path: Path) -> None:
-    task = load(find_task("serving_attention"))
+    task = load("serving_attention")
     space = read_space(task.folder / "space.json")
     asked = request(tmp_path, task=task, shapes=("b2_q1_s130_h4_hk1_d64",), fmt="e4m3", device=None)
     sources = Sources(space, task.folder, asked, tmp_path)

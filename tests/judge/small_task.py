@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from greenfast.judge.task import LoadedTask, load, load_task
+from greenfast.judge.task import LoadedTask, load
 
 FAMILY = '''
 import numpy as np
@@ -90,4 +90,4 @@ def write_task(
 
 def loaded(folder: Path, **options: Any) -> LoadedTask:
     """The task, written to a folder and loaded."""
-    return load(load_task(write_task(folder, **options)))
+    return load(write_task(folder, **options))

@@ -29,7 +29,7 @@ from greenfast.judge.gates.correctness import _row
 from greenfast.judge.record_io import StoredRecord
 from greenfast.judge.record_schema import CorrectnessRow, Record, SolutionSource
 from greenfast.judge.request import EMULATOR, CasePlan, CheckPlan, Request
-from greenfast.judge.task import LoadedTask, Shape, load, load_task
+from greenfast.judge.task import LoadedTask, Shape, load
 from greenfast.judge.validate import validate
 from greenfast.spec.errors import UsageError
 from greenfast.spec.kernel import render_program
@@ -74,7 +74,7 @@ def doubling(folder: Path, family: str = FAMILY, **drawing: Any) -> LoadedTask:
     """The doubling task, with ranges and variants."""
     changes: dict[str, Any] = {"drawing": {"ranges": RANGES, "max_size_emulated": 50} | drawing}
     shapes = [{"name": "page", "dims": {"N": 1024}}, {"name": "tiny", "dims": {"N": 5}}]
-    return load(load_task(write_task(folder, problem=VARIED, family=family, shapes=shapes, **changes)))
+    return load(write_task(folder, problem=VARIED, family=family, shapes=shapes, **changes))
 
 
 def shapes_drawn(task: LoadedTask, seed: int = 1, emulated: bool = False) -> list[dict[str, int]]:
@@ -247,9 +247,7 @@ def test_a_secret_seed_has_64_bits() -> None:
 
 def test_a_problem_that_takes_no_long_seeds_is_told_what_does(tmp_path: Path) -> None:
     short = VARIED.replace("np.random.default_rng(seed).standard_normal(dims", "np.random.RandomState(seed).randn(dims")
-    problem = load(
-        load_task(write_task(tmp_path, problem=short.replace(", dtype=np.float32)", ").astype('f4')")))
-    ).problem
+    problem = load(write_task(tmp_path, problem=short.replace(", dtype=np.float32)", ").astype('f4')"))).problem
     build_case(problem, {"N": 4}, 3, "float")
     with pytest.raises(UsageError, match=r"make_case of N=4, seed 8589934592: .*64 bits: numpy.random.default_rng"):
         build_case(problem, {"N": 4}, 2**33, "float")
@@ -414,17 +412,17 @@ def test_a_measured_exam_completes_one_without_a_gpu(monkeypatch: pytest.MonkeyP
     assert decided(here, [StoredRecord("there/record.json", "0" * 64, incomplete)]).decision == "INCOMPLETE"
     seeds = msgspec.structs.replace(task.config, seeds=[0, 1, 2, 3])
     newer = dataclasses.replace(here, task=dataclasses.replace(task, config=seeds))
-    assert not covers_missing_cases(record.quoted, kept, newer), "more seeds than the task had then"
+    assert not covers_missing_cases(measured, newer), "more seeds than the task had then"
     known = dataclasses.replace(here, check_plan=asked(task, ("tiny",), (0, 1), 9, emulated=True))
-    assert not covers_missing_cases(record.quoted, kept, known), "inputs that were known before"
+    assert not covers_missing_cases(measured, known), "inputs that were known before"
     source = SolutionSource(language="cuda", sha256="0" * 64, files={})
     side = msgspec.structs.replace(measured.candidate, solution=source, timing=[])
-    public = [StoredRecord("there/record.json", "0" * 64, msgspec.structs.replace(measured, candidate=side))]
-    assert not covers_missing_cases(record.quoted, public, here), "a solution could hold the answers for public seeds"
+    public = msgspec.structs.replace(measured, candidate=side)
+    assert not covers_missing_cases(public, here), "a solution could hold the answers for public seeds"
     gates = [msgspec.structs.replace(gate, unchecked=["fast: no memory check"]) for gate in measured.gates]
-    unchecked = [StoredRecord("there/record.json", "0" * 64, msgspec.structs.replace(measured, gates=gates))]
-    assert covers_missing_cases(record.quoted, kept, here)
-    assert not covers_missing_cases(record.quoted, unchecked, here), "a check of the exam was not done"
+    unchecked = msgspec.structs.replace(measured, gates=gates)
+    assert covers_missing_cases(measured, here)
+    assert not covers_missing_cases(unchecked, here), "a check of the exam was not done"
 
 
 def test_a_table_of_answers_is_of_no_use(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -448,7 +446,7 @@ def test_inputs_that_no_seed_changes_are_no_merge(monkeypatch: pytest.MonkeyPatc
     task = doubling(tmp_path)
     constant = VARIED.replace("default_rng(seed)", "default_rng(seed if dims['N'] != 5 else 0)")
     (task.folder / "problem.py").write_text(constant)
-    record = run(monkeypatch, tmp_path / "out", load(load_task(task.folder)))
+    record = run(monkeypatch, tmp_path / "out", load(task.folder))
     assert record.decision == "INCOMPLETE"
     assert record.exam is not None
     assert record.exam.missing == ["inputs that depend on the seed (tiny)"]

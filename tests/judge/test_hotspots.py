@@ -12,7 +12,7 @@ from greenfast.device.machine_code import disassemble
 from greenfast.judge.pages import find_hot_code, find_window
 from greenfast.judge.record_io import read_record
 from greenfast.judge.record_schema import Record
-from greenfast.judge.task import find_task, load
+from greenfast.judge.task import load
 from greenfast.judge.validate import validate
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import UsageError
@@ -86,7 +86,7 @@ def kept() -> Record:
 
 
 def test_both_sides_of_a_record_whose_kernels_are_todays() -> None:
-    found = find_hot_code(kept(), load(find_task("fp8_sdpa")))
+    found = find_hot_code(kept(), load("fp8_sdpa"))
     assert found.shape == "b1_h8_s512_d64"
     assert [(w.role, w.variant) for w in found.windows] == [("baseline", "stage1"), ("candidate", "stage2")]
     for one in found.windows:
@@ -97,7 +97,7 @@ def test_other_machine_code_is_not_shown_as_the_records() -> None:
     record = kept()
     builds = [msgspec.structs.replace(build, code_hash="of another kernel") for build in record.candidate.builds]
     other = msgspec.structs.replace(record, candidate=msgspec.structs.replace(record.candidate, builds=builds))
-    found = find_hot_code(other, load(find_task("fp8_sdpa")))
+    found = find_hot_code(other, load("fp8_sdpa"))
     assert (found.windows, found.missing) == (
         (), "candidate: the kernel of today has other machine code than the record's"
     )  # fmt: skip
@@ -121,7 +121,7 @@ def test_of_several_launches_the_one_that_paces_them(tmp_path: Path) -> None:
 
 
 def test_every_instruction_of_a_real_kernel_is_read() -> None:
-    task = load(find_task("fp8_sdpa"))
+    task = load("fp8_sdpa")
     variant, shape = task.config.variant("stage2"), task.config.shape("mission")
     kernel = compile_kernel(task.family.kernel(variant.values, "e4m3", shape.dims), Target("sm_90a"), isolated=True)
     sass = disassemble(kernel.cubin, kernel.source.entry)

@@ -10,11 +10,11 @@ import pytest
 
 from greenfast.judge.pages import digest, find_work, record_page
 from greenfast.judge.record_schema import Record
-from greenfast.judge.task import find_task, load
+from greenfast.judge.task import load
 from tests.judge.report.records import correctness_row, record, side, timing_row
 from tests.judge.report.webpage.reading import read
 
-TASK = load(find_task("fp8_sdpa"))
+TASK = load("fp8_sdpa")
 DIMS = {"B": 1, "H": 8, "S": 512, "D": 64}
 #: 4 S^2 D per head; three inputs of a byte, an output of two and six scales of four bytes for each head.
 FLOPS, NBYTES = 4 * 8 * 512**2 * 64, 8 * 512 * 64 * (3 + 2)
@@ -67,7 +67,8 @@ def test_a_record_does_not_choose_what_is_loaded(monkeypatch: pytest.MonkeyPatch
         (folder / "config_forward.json").write_text((TASK.folder / "config_forward.json").read_text())
     monkeypatch.chdir(tmp_path)
     loaded: list[object] = []
-    monkeypatch.setattr("greenfast.judge.pages.load", loaded.append)
+    for name in ("_import_module", "load_family"):
+        monkeypatch.setattr(f"greenfast.judge.task.{name}", lambda *args: loaded.append(args))
     page = read(record_page(record(task=task)))
     assert loaded == []
     assert "Machine code Not shown: " in page.text

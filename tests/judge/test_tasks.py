@@ -32,7 +32,7 @@ def test_the_shipped_tasks_are_found_by_name_and_by_folder() -> None:
     assert names() == SHIPPED
     assert find_task("fp8_sdpa") == find_task("fp8_sdpa_stage_c_wmma")
     for name in SHIPPED:
-        assert load(find_task(name)).config.name == name
+        assert load(name).config.name == name
 
 
 def test_folders_of_the_environment_are_searched_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -84,7 +84,7 @@ def test_a_broken_config_neither_hides_other_tasks_nor_itself(monkeypatch: pytes
     ],
 )
 def test_a_module_that_does_not_serve_is_named(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
-    task = load_task(write_task(tmp_path / "mine", **changes))
+    task = write_task(tmp_path / "mine", **changes)
     with pytest.raises(UsageError, match=said):
         load(task)
 
@@ -94,7 +94,7 @@ def test_a_module_that_is_not_installed_is_named(tmp_path: Path) -> None:
     config = json.loads((folder / "config_forward.json").read_text())
     (folder / "config_forward.json").write_text(json.dumps(config | {"family": "no_such_package.family"}))
     with pytest.raises(UsageError, match=r"family 'no_such_package.family' cannot be imported: ModuleNotFoundError"):
-        load(load_task(folder))
+        load(folder)
 
 
 def test_two_tasks_with_files_of_one_name_do_not_meet(tmp_path: Path) -> None:

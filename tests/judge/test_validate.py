@@ -281,7 +281,7 @@ def edited_task(folder: Path, edit: Callable[[dict[str, Any]], None]) -> LoadedT
     edit(config)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config_forward.json").write_text(json.dumps(config))
-    return load(load_task(folder))
+    return load(folder)
 
 
 def rung(config: dict[str, Any], name: str) -> dict[str, Any]:

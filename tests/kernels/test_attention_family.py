@@ -52,7 +52,7 @@ def test_what_is_refused(
 def test_a_choice_is_for_its_target(target: str, fmt: str, extras: dict[str, int]) -> None:
     dims = {**DIMS, **extras}
     config = find_task("fp8_attention").config
-    (_, chosen), *_ = choices(load(find_task("fp8_attention")), Target(target), fmt, [Shape(name="x", dims=dims)])
+    (_, chosen), *_ = choices(load("fp8_attention"), Target(target), fmt, [Shape(name="x", dims=dims)])
     if isinstance(chosen, str):
         assert target != "sm_90a", "the Hopper kernel computes them all"
         assert chosen.startswith(f"no kernel for head_dim {dims['D']}, format {fmt}")
@@ -63,13 +63,13 @@ def test_a_choice_is_for_its_target(target: str, fmt: str, extras: dict[str, int
 
 
 def test_shapes_that_take_different_variants() -> None:
-    task = load(find_task("fp8_attention"))
+    task = load("fp8_attention")
     small = Shape(name="small", dims=DIMS)
     assert chosen_rung(task, Target("sm_90a"), "e4m3", [small, Shape(name="wide", dims={**DIMS, "D": 256})]) == "hopper"
     with pytest.raises(UsageError, match=r"shape wide: no kernel for .*sm_89: the Ada kernel is for head dims 64, 128"):
         chosen_rung(task, Target("sm_89"), "e4m3", [small, Shape(name="wide", dims={**DIMS, "D": 256})])
     with pytest.raises(UsageError, match=r"task fp8_sdpa are chosen by name: scalar, "):
-        chosen_rung(load(find_task("fp8_sdpa")), Target("sm_89"), "e4m3", [small])
+        chosen_rung(load("fp8_sdpa"), Target("sm_89"), "e4m3", [small])
 
 
 def test_reasons() -> None:

@@ -13,7 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from greenfast.judge.emulator_session import EmulatorSession
 from greenfast.judge.error_metrics import error_stats, worst_bound_ratio
 from greenfast.judge.implementation import build_side
-from greenfast.judge.task import find_task, load
+from greenfast.judge.task import load
 from greenfast.kernels.attention.backward import ROWS
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import UsageError
@@ -22,7 +22,7 @@ from tasks.sdpa_backward import family
 from tasks.sdpa_backward import problem as module
 from tasks.sdpa_backward.problem import compute_from_codes, decode, least_work, make_case, references
 
-TASK = load(find_task("sdpa_backward"))
+TASK = load("sdpa_backward")
 GATES = TASK.config.gates("int8")
 GROUPED = {"H": 4, "HK": 2, "S": 70, "KV": 90, "D": 64}
 CAUSAL = {"H": 2, "HK": 2, "S": 90, "KV": 70, "D": 128, "CAUSAL": 1}

@@ -15,7 +15,7 @@ from greenfast.judge.check_plan import fits_dims
 from greenfast.judge.emulator_session import EmulatorSession
 from greenfast.judge.error_metrics import error_stats, worst_bound_ratio
 from greenfast.judge.implementation import build_side
-from greenfast.judge.task import Shape, find_task, load
+from greenfast.judge.task import Shape, load
 from greenfast.numerics.serving import paged_attention
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import UsageError
@@ -24,7 +24,7 @@ from tasks.serving_attention import family
 from tasks.serving_attention.problem import VARIANTS, decode, least_work, make_case, references
 from tests.serving.oracle import Case, exact
 
-TASK = load(find_task("serving_attention"))
+TASK = load("serving_attention")
 GATES = TASK.config.gates("e4m3")
 DECODE = {"B": 3, "Q": 1, "S": 300, "H": 4, "HK": 2, "D": 64}
 CHUNK = {"B": 3, "Q": 20, "S": 70, "H": 4, "HK": 2, "D": 64, "PAGE": 16}

@@ -14,8 +14,10 @@ from greenfast.cli.console import GateConsole, show, status
 from greenfast.cli.progress import ProgressLine
 from greenfast.judge.cached_timing import use_recorded_target
 from greenfast.judge.check_plan import add_check_plan
-from greenfast.judge.formats.traces import check_traces, write_traces
+from greenfast.judge.formats.converted import DEFINITION
+from greenfast.judge.formats.traces import write_traces
 from greenfast.judge.gates.registry import GATES
+from greenfast.judge.implementation import build_implementation
 from greenfast.judge.pages import write_page
 from greenfast.judge.record_io import load_kept_records, sealed_json
 from greenfast.judge.record_schema import Record
@@ -24,7 +26,7 @@ from greenfast.judge.report.junit import junit, junit_error
 from greenfast.judge.report.markdown import short_form
 from greenfast.judge.request import read_request
 from greenfast.judge.store import check_output_file, write_whole
-from greenfast.judge.subject import find_subject, load_implementations
+from greenfast.judge.subject import find_subject
 from greenfast.judge.task import LoadedTask
 from greenfast.judge.validate import Outcome, validate
 from greenfast.spec.errors import GreenfastError, MachineError, UsageError
@@ -84,8 +86,8 @@ def _judge(args: argparse.Namespace) -> _Verdict:
             out=args.out,
         )
     task = subject.task
-    if args.traces is not None:
-        check_traces(args.traces, task.folder)
+    if args.traces is not None and not (task.folder / DEFINITION).is_file():
+        raise UsageError(f"--traces {args.traces}: the problem is no definition of FlashInfer-Trace")
     request = read_request(task, args, arch=args.arch or subject.target or None)
     with ProgressLine("reading the kept records"):
         kept = [] if args.no_quote else load_kept_records(request, args.quote, _warn)
@@ -95,7 +97,8 @@ def _judge(args: argparse.Namespace) -> _Verdict:
         if request.target.name != named:
             note = f"  - target {request.target.name}, from the kept record, as there is no GPU; --arch selects another"
     with ProgressLine("loading the baseline and the candidate"):
-        baseline, candidate = load_implementations(request, subject)
+        baseline = build_implementation(request, subject.baseline, is_reference=True)
+        candidate = build_implementation(request, subject.candidate)
     chosen = args.shapes is not None or args.seeds is not None
     request = add_check_plan(
         request, candidate.rung, chosen=chosen, seed=args.exam_seed, public=args.seeds is not None

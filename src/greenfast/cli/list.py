@@ -74,7 +74,7 @@ def _list_variants(args: argparse.Namespace) -> int:
 
 
 def _list_choices(args: argparse.Namespace) -> int:
-    task, target = load(find_task(args.task)), Target.parse(args.choose)
+    task, target = load(args.task), Target.parse(args.choose)
     config = task.config
     shapes = [config.shape(name) for name in args.shapes] if args.shapes else config.shapes
     fmt = args.format or config.defaults.format

@@ -14,7 +14,7 @@ from greenfast.judge.profiling import count_phases, take_profile
 from greenfast.judge.report.facts import PHASE_HEADER, phase_rows
 from greenfast.judge.request import now, read_request
 from greenfast.judge.store import check_writable
-from greenfast.judge.task import find_task, load
+from greenfast.judge.task import load
 from greenfast.spec.errors import MachineError, UsageError
 
 
@@ -23,7 +23,7 @@ def run(args: argparse.Namespace) -> int:
 
     On the emulator, only the phases are profiled, by their instruction counts.
     """
-    request = read_request(load(find_task(args.task)), args)
+    request = read_request(load(args.task), args)
     config = request.task.config
     variant = config.variant(args.variant or config.defaults.candidate)
     only_phases = args.phases and not args.ncu
@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
         if not args.json:
             show(f"{folder}")
     if args.ncu or both:
-        check_writable(request.out / config.defaults.results)
+        check_writable(request.results)
         stamp, implementation = now().strftime("%Y%m%d-%H%M%S"), build_rung_implementation(request.task, variant)
         with ProgressLine(f"profiling {variant.name}"):
             files = [

@@ -23,10 +23,11 @@ from greenfast.evolve.space import check
 from greenfast.evolve.stages import Stages, keep_winner, make_search_request
 from greenfast.evolve.workers import describe_gpus, make_gpu_workers, make_workers
 from greenfast.judge.check_plan import fits_dims
+from greenfast.judge.implementation import build_implementation
 from greenfast.judge.request import EMULATOR, choose_devices, git_state, now, package_versions
 from greenfast.judge.store import check_writable, to_json, write_whole
-from greenfast.judge.subject import load_baseline
-from greenfast.judge.task import find_task, load
+from greenfast.judge.subject import find_baseline
+from greenfast.judge.task import load
 from greenfast.spec.errors import MachineError, UsageError
 
 INDEX, INSIGHTS, NEGATIVES = "index.sqlite", "insights.jsonl", "negatives.md"
@@ -48,13 +49,13 @@ def start(out: Path, manifest: Manifest) -> tuple[Path, Manifest]:
     except msgspec.ValidationError as e:
         raise UsageError(f"settings of the search: {e}") from None
     check(manifest.space)
-    task = load(find_task(manifest.task))
+    task = load(manifest.task)
     devices = choose_devices(manifest.device)
     raced = make_search_request(manifest, task, manifest.shapes, devices[0], out)
     if len(devices) > 1:
         describe_gpus([int(device) for device in devices], manifest.timeout_s)  # one kind
     sources = Sources(manifest.space, Path(manifest.space_folder), raced, out).digest()
-    load_baseline(raced, manifest.baseline or task.config.defaults.baseline)
+    build_implementation(raced, find_baseline(task, manifest.baseline, out), is_reference=True)
     config = task.config
     suited = [shape for shape in config.shapes if fits_dims(shape.dims, manifest.space.only)]
     if not suited:
@@ -179,7 +180,7 @@ def choose_gpus(folder: Path, manifest: Manifest) -> tuple[list[int], Manifest]:
     gpus: list[int] = []
     cause = f"--device {manifest.device}" if manifest.device not in ("auto", "all") else "no GPU was found"
     if first not in (EMULATOR, "none"):
-        request = make_search_request(manifest, load(find_task(manifest.task)), manifest.shapes, first, Path())
+        request = make_search_request(manifest, load(manifest.task), manifest.shapes, first, Path())
         reason = request.cannot_time()
         if reason is None:
             gpus = [int(device) for device in (first, *more)]

@@ -24,14 +24,14 @@ from greenfast.evolve.sources import Sources, copy_folder
 from greenfast.judge.check_plan import add_check_plan
 from greenfast.judge.emulator_session import EmulatorSession
 from greenfast.judge.gates.registry import GATES
-from greenfast.judge.implementation import BASELINE, CANDIDATE, BuiltSide, Implementation
+from greenfast.judge.implementation import BASELINE, CANDIDATE, BuiltSide, Implementation, build_implementation
 from greenfast.judge.pipeline import GateRun
 from greenfast.judge.record_io import RECORD, REPORT, compute_digest, read_measurements
 from greenfast.judge.record_schema import DRAWN, Record
 from greenfast.judge.request import NullListener, ProgressListener, Request, make_request
 from greenfast.judge.store import to_json, write_whole
-from greenfast.judge.subject import load_baseline
-from greenfast.judge.task import LoadedTask, find_task, load
+from greenfast.judge.subject import find_baseline
+from greenfast.judge.task import LoadedTask, load
 from greenfast.judge.validate import validate
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import GreenfastError, MachineError, UsageError
@@ -144,7 +144,7 @@ class Stages:
         """
         self.manifest, self.gpu, self.progress = manifest, gpu, progress
         self.gpu_follows = gpu_follows or gpu is not None
-        task = load(find_task(manifest.task))
+        task = load(manifest.task)
         out = folder / "judged"
         self._emulated = make_search_request(manifest, task, manifest.small, "emulator", out)
         self.raced = make_search_request(manifest, task, manifest.shapes, "none" if gpu is None else str(gpu), out)
@@ -165,7 +165,8 @@ class Stages:
 
     def baseline(self) -> Implementation:
         """Return the baseline's implementation."""
-        return load_baseline(self.raced, self.manifest.baseline or self.task.config.defaults.baseline)
+        side = find_baseline(self.task, self.manifest.baseline, self.raced.out)
+        return build_implementation(self.raced, side, is_reference=True)
 
     def described(self) -> str:
         """Describe the task in words, for proposers."""

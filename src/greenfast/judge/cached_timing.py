@@ -51,14 +51,16 @@ def use_recorded_target(request: Request, kept: Sequence[StoredRecord], baseline
 def reuse_cached_timing(run: GateRun, kept: Sequence[StoredRecord], reason: str) -> GateResult:
     """Return PERFORMANCE from the newest matching record, else PENDING with the mismatches of the closest record.
 
-    run: a run that passed CORRECTNESS; receives the timings as ``quoted``. reason: why this machine cannot time.
+    run: a run that passed CORRECTNESS; receives the timings as ``quoted``, and as ``quote_completes`` whether their
+        record covers the cases that the run skips. reason: why this machine cannot time.
     """
     request = run.request
     same_task = [k for k in kept if (k.record.task, k.record.format) == (request.task.config.name, request.format)]
     checked = [(k, find_mismatches(k.record, run)) for k in same_task]
     matching = [k for k, mismatches in checked if not mismatches]
     if matching:
-        run.quoted = _quote(max(matching, key=lambda k: k.record.created), run)
+        newest = max(matching, key=lambda k: k.record.created)
+        run.quoted, run.quote_completes = _quote(newest, run), covers_missing_cases(newest.record, request)
         return build_cached_performance(run.quoted, run.required_speedup)
     names = [run.variants[role].name for role in (BASELINE, CANDIDATE)]
     same_names = [(k, m) for k, m in checked if [k.record.baseline.variant, k.record.candidate.variant] == names]
@@ -73,14 +75,14 @@ def reuse_cached_timing(run: GateRun, kept: Sequence[StoredRecord], reason: str)
     return pending("PERFORMANCE", reason)
 
 
-def covers_missing_cases(quoted: CachedTiming, kept: Sequence[StoredRecord], request: Request) -> bool:
-    """Return True if the cached record covers the cases of the full check plan that this run skips.
+def covers_missing_cases(record: Record, request: Request) -> bool:
+    """Return True if a kept record covers the cases of the full check plan that this run skips.
 
     The record must have the full plan with every check, all shapes and at least as many seeds as the task has today.
     Its kernels and launches must be today's. For a solution, its timed inputs must have been secret too, because a
     solution could hold precomputed answers.
     """
-    record, plan = next(k.record for k in kept if k.sha256 == quoted.sha256), request.check_plan
+    plan = request.check_plan
     if record.exam is None or not record.exam.complete or plan is None or not plan.secret:
         return False
     if any(gate.unchecked for gate in record.gates):

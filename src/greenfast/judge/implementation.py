@@ -14,11 +14,12 @@ from greenfast.device.machine_code import count_instructions, disassemble
 from greenfast.device.module_variables import read_only_variables
 from greenfast.device.session import Executable, KernelImage
 from greenfast.judge.record_schema import SolutionSource
+from greenfast.judge.request import Request, read_git_state
 from greenfast.judge.solution.client import RemoteFamily
 from greenfast.judge.solution.cuda_program import DeclaredFamily
-from greenfast.judge.solution.files import collect_files, make_private_copy
-from greenfast.judge.solution.schema import ResolvedSolution
-from greenfast.judge.task import Budget, LoadedTask, Rung, Shape, TaskConfig, Variant
+from greenfast.judge.solution.files import collect_files, digest_files, make_private_copy
+from greenfast.judge.solution.schema import CONFIG_NAME, ResolvedSolution
+from greenfast.judge.task import Budget, LoadedTask, Rung, Shape, Variant
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import UsageError, too_large
 from greenfast.spec.facts import LaunchFacts
@@ -39,7 +40,7 @@ class Implementation:
     solution: the solution in its private folder; None for a rung.
     files: contents of the solution's files by name.
     sandbox: the protections against the solution's code.
-    is_task_baseline: True if the task compares solutions with this implementation by default.
+    is_task_baseline: True for the solution that the task names as its baseline.
     """
 
     variant: Variant
@@ -59,16 +60,34 @@ class Implementation:
         return text.replace(str(self.solution.folder), str(self.solution.path.parent.resolve()))
 
 
-def find_rung(config: TaskConfig, variant: Variant) -> Rung:
-    """Return the rung of a variant; the task's default candidate for toggles that belong to no rung."""
-    names = {rung.name for rung in config.rungs}
-    return config.rung(variant.name if variant.name in names else config.defaults.candidate)
+def build_implementation(
+    request: Request, side: Variant | ResolvedSolution, *, is_reference: bool = False
+) -> Implementation:
+    """Build the implementation of a variant, or of a solution with the commit of its repository.
+
+    is_reference: True for a baseline. Raises as ``build_rung_implementation`` and ``build_solution_implementation``.
+    """
+    if isinstance(side, Variant):
+        return build_rung_implementation(request.task, side)
+    git = read_git_state(side.path.parent)
+    return build_solution_implementation(
+        request.task,
+        side,
+        request.target,
+        gpu=request.ordinal if isinstance(request.ordinal, int) else None,
+        is_reference=is_reference,
+        results=request.out,
+        commit="" if git.sha == "unknown" else f"{git.sha}{' (dirty)' if git.dirty else ''}",
+    )
 
 
 def build_rung_implementation(task: LoadedTask, variant: Variant) -> Implementation:
-    """Build the implementation of a variant of the task. Raises UsageError for a task without rungs."""
+    """Build the implementation of a variant of the task. Raises UsageError for a task without rungs.
+
+    Toggles that belong to no rung have the requirements of the task's default candidate.
+    """
     rung = next((r for r in task.config.rungs if r.name == variant.name), None)
-    requirements = find_rung(task.config, variant)
+    requirements = rung or task.config.rung(task.config.defaults.candidate)
     return Implementation(variant, task.family, requirements, rung, sandbox=tuple(getattr(task.family, "sandbox", ())))
 
 
@@ -80,6 +99,7 @@ def build_solution_implementation(
     *,
     is_reference: bool = False,
     results: Path | None = None,
+    commit: str = "",
 ) -> Implementation:
     """Build the implementation of a solution. Start its process if it brings code. Raises UsageError and SolutionError.
 
@@ -87,23 +107,9 @@ def build_solution_implementation(
     gpu: the ordinal of the GPU that captures a callable.
     is_reference: True for a baseline. It may keep state between launches.
     results: the folder of runs. It is excluded from the solution's files if it is inside the solution's folder.
+    commit: the commit of the solution's repository, for the record.
     """
-    solution = resolved.config
-    files = collect_files(resolved, results)
-    judged = make_private_copy(resolved, files)
-    family: DeclaredFamily | RemoteFamily
-    if resolved.is_code:
-        family = RemoteFamily(str(resolved.path), judged.folder, solution, target=target, problem=task.problem, gpu=gpu)
-    else:
-        family = DeclaredFamily(judged)
-    rules = task.config.solutions
-    source = SolutionSource(
-        language=solution.language,
-        author=solution.author,
-        description=solution.description,
-        sha256=_digest(files),
-        files={name: hashlib.sha256(data).hexdigest() for name, data in files.items()},
-    )
+    solution, rules = resolved.config, task.config.solutions
     requirements = Rung(
         name=solution.name,
         title=solution.description,
@@ -112,16 +118,36 @@ def build_solution_implementation(
         required_speedup=rules.required_speedup,
         kernel_error=rules.kernel_error,
     )
-    variant = Variant(solution.name, tuple(solution.toggles.items()))
+    files = collect_files(resolved, results)
+    source = SolutionSource(
+        language=solution.language,
+        author=solution.author,
+        description=solution.description,
+        sha256=digest_files(files),
+        files={name: hashlib.sha256(data).hexdigest() for name, data in files.items()},
+        commit=commit,
+    )
+    judged = make_private_copy(resolved, files)
+    family: DeclaredFamily | RemoteFamily
+    if resolved.is_code:
+        family = RemoteFamily(str(resolved.path), judged.folder, solution, target=target, problem=task.problem, gpu=gpu)
+    else:
+        family = DeclaredFamily(judged)
     return Implementation(
-        variant,
+        Variant(solution.name, tuple(solution.toggles.items())),
         cast(Family, family),
         requirements,
         solution=judged,
         source=source,
         files=files,
         sandbox=tuple(family.sandbox),
+        is_task_baseline=is_reference and _names(task.folder / task.config.defaults.baseline, resolved.path),
     )
+
+
+def _names(solution: Path, file: Path) -> bool:
+    """Return True if the path of a solution, or of its folder, names this file."""
+    return (solution / CONFIG_NAME if solution.is_dir() else solution).resolve() == file.resolve()
 
 
 def hardware_budget(target: Target, state_bytes: int = 0) -> Budget:
@@ -133,13 +159,6 @@ def hardware_budget(target: Target, state_bytes: int = 0) -> Budget:
         stack_bytes=_LOCAL_BYTES,
         device_state_bytes=state_bytes,
     )
-
-
-def _digest(files: dict[str, bytes]) -> str:
-    digest = hashlib.sha256()
-    for name, data in files.items():
-        digest.update(b"%d:%s;%d:" % (len(name.encode()), name.encode(), len(data)) + data)
-    return digest.hexdigest()
 
 
 BASELINE, CANDIDATE = "baseline", "candidate"

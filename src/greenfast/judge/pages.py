@@ -25,7 +25,7 @@ from greenfast.judge.report.webpage.listing import HotCode, ListedInstruction, W
 from greenfast.judge.report.webpage.roofline import Work
 from greenfast.judge.report.webpage.run import PageData, run_page
 from greenfast.judge.store import write_whole
-from greenfast.judge.task import LoadedTask, find_task, load
+from greenfast.judge.task import LoadedTask, load
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import GreenfastError, UsageError
 from greenfast.spec.kernel import render_program
@@ -78,7 +78,7 @@ def _load_task(record: Run) -> LoadedTask:
     """
     if not re.fullmatch(r"[\w-]+", record.task):
         raise UsageError("the record names no task")
-    return load(find_task(record.task))
+    return load(record.task)
 
 
 def find_work(record: Run, task: LoadedTask | None) -> dict[str, Work]:

@@ -138,7 +138,8 @@ class GateRun:
 
         required: the required speedup, instead of the one of the candidate's rung.
         profile: takes a profile of an implementation; returns its files, or none and the reason.
-        reuse_timing: returns PERFORMANCE of a machine that cannot time, for the reason given. It may set ``quoted``.
+        reuse_timing: returns PERFORMANCE of a machine that cannot time, for the reason given. It may set ``quoted``,
+            and ``quote_completes`` if the record of these timings covers the cases that this run skips.
         """
         self.request = request
         self.profile = profile
@@ -153,6 +154,7 @@ class GateRun:
         self.correctness = CorrectnessOutcome()
         self.timed = PerformanceOutcome()
         self.quoted: CachedTiming | None = None
+        self.quote_completes = False
         self._observer = observer
 
     def add(self, result: GateResult) -> GateResult:
@@ -203,11 +205,11 @@ class GateRun:
         return Side(
             variant=variant.name,
             toggles=variant.values,
-            builds=self._builds(built) if built else [],
             correctness=self.correctness.rows.get(role, []),
             timing=self.timed.rows.get(role, []),
             counts=self.correctness.counts.get(role, {}),
             limits=self._limits(role),
+            builds=self._builds(built) if built else [],
             solution=implementation.source,
             sandbox=list(implementation.sandbox),
         )

@@ -14,14 +14,14 @@ import nvtx
 from greenfast.device.gpu import Gpu
 from greenfast.judge.implementation import build_rung_implementation, build_side, build_solution_implementation
 from greenfast.judge.solution.schema import find_solution
-from greenfast.judge.task import load, load_task
+from greenfast.judge.task import load
 from greenfast.spec.arch import Target
 
 
 def main(text: str) -> None:
     """Build, upload, launch and download, each in a separate NVTX range."""
     job = json.loads(text)
-    task = load(load_task(Path(job["task"])))
+    task = load(Path(job["task"]))
     shape = task.config.shape(job["shape"])
     target = Target.parse(job["arch"])
     if job["solution"]:

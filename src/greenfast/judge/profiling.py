@@ -62,8 +62,7 @@ def take_profile(
         "ordinal": request.gpu,
         "launches": launches,
     }
-    parent = request.out / request.task.config.defaults.results
-    with new_run_folder(parent, f"{stamp}-{shape.name}-ncu") as (work, publish):
+    with new_run_folder(request.results, f"{stamp}-{shape.name}-ncu") as (work, publish):
         command = [tool, "--set", "full", "--clock-control", "none", "--nvtx", "--import-source", "yes"]
         command += ["--metrics", ",".join(metrics)] if metrics else []
         command += [
@@ -110,8 +109,7 @@ def count_phases(request: Request, variant: Variant, *, repeats: int = 5) -> tup
     reason = request.cannot_run()
     if reason or request.device is None:
         raise MachineError(f"phases cannot be counted; {reason}")
-    parent = request.out / request.task.config.defaults.results
-    check_writable(parent)
+    check_writable(request.results)
     family, problem = request.task.family, request.task.problem
     run = GateRun(request, {CANDIDATE: build_rung_implementation(request.task, variant)}, NullListener())
     side = build_side(CANDIDATE, family, variant, request.format, request.shapes, request.target, instrumented=True)
@@ -127,6 +125,6 @@ def count_phases(request: Request, variant: Variant, *, repeats: int = 5) -> tup
                 counts[shape.name] = worker.phase_counts(executable, case)
     run.sides = [side]
     record = PhaseRecord(**run.facts(), side=run.side(CANDIDATE), phase_cycles=cycles, phase_counts=counts)
-    with new_run_folder(parent, f"{run.stamp}-phases") as (work, publish):
+    with new_run_folder(request.results, f"{run.stamp}-phases") as (work, publish):
         (work / RECORD).write_text(sealed_json(record), encoding="utf-8")
         return record, publish()

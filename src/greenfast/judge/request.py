@@ -130,15 +130,6 @@ def device_info(ordinal: int | str | None, timeout_s: float) -> DeviceInfo | Non
     return gpu_info(ordinal, timeout_s)
 
 
-def choose_target(text: str | None, device: DeviceInfo | None, default: str) -> Target:
-    """Return the target: the value of ``--arch``, else the GPU's own target, else the task's default."""
-    if text is not None:
-        return Target.parse(text)
-    if device is not None and device.kind == "gpu":
-        return Target.of_device(device.capability)
-    return Target.parse(default)
-
-
 class ProgressListener(Protocol):
     """The interface for reports of a run's progress."""
 
@@ -269,6 +260,11 @@ class Request:
         return (*planned, *(plan for plan in timed if (plan.shape.name, plan.seed) not in covered))
 
     @property
+    def results(self) -> Path:
+        """The folder of the task's runs."""
+        return self.out / self.task.config.defaults.results
+
+    @property
     def is_emulated(self) -> bool:
         """True if the chosen device is the emulator."""
         return isinstance(self.ordinal, str)
@@ -357,6 +353,7 @@ def make_request(
 ) -> Request:
     """Build a request: replace None with the task's defaults and check all values.
 
+    The target is the value of ``--arch``, else the GPU's own, else the task's default.
     Raises UsageError for a shape, seed, format or target that the task does not have and for a timeout that is no time,
     and MachineError for a missing device.
     """
@@ -381,12 +378,16 @@ def make_request(
         timing = msgspec.structs.replace(timing, blocks=max(2, timing.timed_iters))
     ordinal = choose_device(device)
     info = device_info(ordinal, timeout_s)
+    if arch is None and info is not None and info.kind == "gpu":
+        target = Target.of_device(info.capability)
+    else:
+        target = Target.parse(config.defaults.arch if arch is None else arch)
     return Request(
         task=task,
         shapes=chosen,
         seeds=some_seeds,
         format=fmt,
-        target=choose_target(arch, info, config.defaults.arch),
+        target=target,
         ordinal=ordinal,
         device=info,
         timing=timing,

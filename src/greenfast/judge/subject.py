@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
-
-from greenfast.judge.formats.registry import import_problem, import_solution
-from greenfast.judge.implementation import Implementation, build_rung_implementation, build_solution_implementation
-from greenfast.judge.request import Request, read_git_state
+from greenfast.judge.formats.registry import import_problem, read_solution
 from greenfast.judge.solution.schema import CONFIG_NAME as SOLUTION_CONFIG
 from greenfast.judge.solution.schema import ResolvedSolution, find_solution, is_solution
-from greenfast.judge.task import CONFIG_NAME, LoadedTask, Variant, find_task, is_task, load, task_names
+from greenfast.judge.task import CONFIG_NAME, LoadedTask, Variant, is_task, load, task_names
 from greenfast.spec.errors import UsageError, unknown
 
 #: The folders that ``greenfast init`` makes.
@@ -21,12 +17,11 @@ _PROBLEM, _SOLUTION = "problem", "solution"
 
 @dataclass(frozen=True)
 class Subject:
-    """A task with a candidate and a baseline."""
+    """A task with a baseline and a candidate."""
 
     task: LoadedTask
-    candidate: Variant | ResolvedSolution
     baseline: Variant | ResolvedSolution
-    is_task_baseline: bool
+    candidate: Variant | ResolvedSolution
 
     @property
     def target(self) -> str:
@@ -56,28 +51,32 @@ def find_subject(
     path = Path(text)
     if problem is None and not is_task(text) and not is_solution(path) and is_task(str(path / _PROBLEM)):
         path, problem = path / _SOLUTION, str(path / _PROBLEM)
-        text = str(path)
-    if problem is None and is_task(text):
+    is_variant = problem is None and is_task(text)
+    if is_variant:
         if is_solution(path):
             raise UsageError(f"{text}: names a task and a solution; --problem judges the solution")
-        task = load(find_task(import_problem(text, out, workloads)))
-        config = task.config
-        variant = config.variant(candidate or config.defaults.candidate)
-        rung = next((rung for rung in config.rungs if rung.name == variant.name), None)
-        before = rung.after if rung is not None and candidate else None
-        return _with_baseline(task, variant, baseline or before, out)
-    if path.is_dir() and not is_solution(path):
+    elif path.is_dir() and not is_solution(path):
         task_too = "" if problem else f"no {CONFIG_NAME} of a task and "
         raise UsageError(f"{path}: holds {task_too}no {SOLUTION_CONFIG} of a solution")
-    if not path.exists() and problem:
+    elif not path.exists() and problem:
         raise UsageError(f"{path}: no such solution; --problem names the problem of a solution")
-    if not path.exists():
+    elif not path.exists():
         raise unknown("task or solution", text, [*task_names(), "the folder of a task", "the path of a solution"])
-    if candidate is not None:
-        raise UsageError(f"--candidate {candidate}: {text} is a solution and so the candidate itself")
-    task = load(find_task(import_problem(problem or _name_problem(find_solution(path)), out, workloads)))
-    solution = find_solution(import_solution(path, task.folder, out))
-    return _with_baseline(task, solution, baseline, out)
+    elif candidate is not None:
+        raise UsageError(f"--candidate {candidate}: {path} is a solution and so the candidate itself")
+    else:
+        problem = problem or _name_problem(find_solution(path))
+    task = load(import_problem(problem or text, out, workloads))
+    config = task.config
+    if is_variant:
+        variant = config.variant(candidate or config.defaults.candidate)
+        rung = next((rung for rung in config.rungs if rung.name == variant.name), None)
+        baseline = baseline or (rung.after if rung is not None and candidate else None)
+    return Subject(
+        task,
+        baseline=find_baseline(task, baseline, out),
+        candidate=variant if is_variant else read_solution(path, task.folder, out),
+    )
 
 
 def _name_problem(solution: ResolvedSolution) -> str:
@@ -89,52 +88,19 @@ def _name_problem(solution: ResolvedSolution) -> str:
     return problem
 
 
-def _with_baseline(task: LoadedTask, candidate: Variant | ResolvedSolution, baseline: str | None, out: Path) -> Subject:
-    text = baseline or task.config.defaults.baseline
-    return Subject(task, candidate, *find_baseline(task, text, out))
-
-
-def find_baseline(task: LoadedTask, text: str, out: Path) -> tuple[Variant | ResolvedSolution, bool]:
+def find_baseline(task: LoadedTask, text: str | None, out: Path) -> Variant | ResolvedSolution:
     """Find the baseline that ``text`` names: a rung, toggles of the task, or the path of a solution.
 
-    Return it, and True if it is a solution that the task names as its baseline.
+    None names the task's baseline.
     A path is relative to the working directory or to the task's folder. Raises UsageError with the names of the rungs.
     """
     config = task.config
+    text = text or config.defaults.baseline
     rungs = [rung.name for rung in config.rungs]
     if text in rungs or ("=" in text and rungs):
-        return config.variant(text), False
-    is_task_baseline = text == config.defaults.baseline
+        return config.variant(text)
     # The working directory may contain an unrelated folder of the same name as the task's baseline.
-    for path in (task.folder / text,) if is_task_baseline else (Path(text), task.folder / text):
+    for path in (task.folder / text,) if text == config.defaults.baseline else (Path(text), task.folder / text):
         if is_solution(path):
-            return find_solution(import_solution(path, task.folder, out)), is_task_baseline
+            return read_solution(path, task.folder, out)
     raise unknown("baseline", text, [*rungs, "the path of a solution"])
-
-
-def load_implementations(request: Request, subject: Subject) -> tuple[Implementation, Implementation]:
-    """Build baseline and candidate for a request. Raises as ``build_solution_implementation``."""
-    baseline = _build(request, subject.baseline, is_reference=True)
-    candidate = _build(request, subject.candidate)
-    return replace(baseline, is_task_baseline=subject.is_task_baseline), candidate
-
-
-def load_baseline(request: Request, text: str) -> Implementation:
-    """Load the baseline that ``text`` names. Raises as ``find_baseline`` and ``build_solution_implementation``."""
-    side, is_task_baseline = find_baseline(request.task, text, request.out)
-    return replace(_build(request, side, is_reference=True), is_task_baseline=is_task_baseline)
-
-
-def _build(request: Request, side: Variant | ResolvedSolution, *, is_reference: bool = False) -> Implementation:
-    """Build the implementation of a variant, or of a solution with the commit of its repository."""
-    task = request.task
-    if isinstance(side, Variant):
-        return build_rung_implementation(task, side)
-    gpu = request.ordinal if isinstance(request.ordinal, int) else None
-    built = build_solution_implementation(
-        task, side, request.target, gpu, is_reference=is_reference, results=request.out
-    )
-    git = read_git_state(side.path.parent)
-    commit = "" if git.sha == "unknown" else f"{git.sha}{' (dirty)' if git.dirty else ''}"
-    assert built.source is not None
-    return replace(built, source=msgspec.structs.replace(built.source, commit=commit))

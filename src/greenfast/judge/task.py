@@ -513,11 +513,14 @@ def find_task(name: str) -> Task:
     raise UsageError("; ".join([f"{error}, or a task's folder", *map(str, broken)]))
 
 
-def load(task: Task) -> LoadedTask:
-    """Import the task's family and problem. Raises UsageError if one is missing or lacks a function."""
-    family = load_family(task)
+def load(name: str | Path) -> LoadedTask:
+    """Find a task as ``find_task`` does, and import its problem and its family.
+
+    Raises UsageError if one of them is missing or lacks a function.
+    """
+    task = find_task(str(name))
     problem = _import_module(task, "problem", task.config.problem, ("make_case", "references", "decode"))
-    return LoadedTask(task.config, task.folder, family, cast(Problem, problem))
+    return LoadedTask(task.config, task.folder, load_family(task), cast(Problem, problem))
 
 
 class _NoFamily:

@@ -6,9 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
-
-from greenfast.judge.cached_timing import covers_missing_cases, reuse_cached_timing
+from greenfast.judge.cached_timing import reuse_cached_timing
 from greenfast.judge.gates.performance import find_claim
 from greenfast.judge.gates.registry import GATES
 from greenfast.judge.implementation import BASELINE, CANDIDATE, BuiltSide, Implementation
@@ -20,7 +18,7 @@ from greenfast.judge.report.compare import compare_markdown, compare_timings
 from greenfast.judge.report.markdown import report
 from greenfast.judge.report.plots import save_plot
 from greenfast.judge.request import ProgressListener, Request
-from greenfast.judge.store import check_writable, new_run_folder, to_json, write_whole
+from greenfast.judge.store import check_writable, new_run_folder, to_json, write_files, write_whole
 from greenfast.judge.timing.estimators import AGAIN
 from greenfast.spec.problem import NORMAL
 
@@ -55,8 +53,7 @@ def validate(
     kept: records with cached timings for PERFORMANCE, used if this machine cannot time.
     Raises MachineError for an unwritable folder, before any gate runs.
     """
-    parent = request.out / request.task.config.defaults.results
-    check_writable(parent)
+    check_writable(request.results)
     run = GateRun(
         request,
         {BASELINE: baseline, CANDIDATE: candidate},
@@ -66,17 +63,13 @@ def validate(
         reuse_timing=lambda run, reason: reuse_cached_timing(run, kept, reason),
     )
     run.run(GATES.values())
-    quoted = run.quoted
     exam = _exam(run)
-    if quoted is not None and not exam.complete and covers_missing_cases(quoted, kept, request):
-        exam = msgspec.structs.replace(exam, complete=True)
-    decision, reasons = decide(run.gates, quoted, exam)
+    decision, reasons = decide(run.gates, run.quoted, exam)
+    fields = run.facts() | {role: run.side(role) for role in run.implementations}
     record = Record(
-        **run.facts(),
+        **fields,
         clocks=run.timed.clocks,
         order_seed=run.timed.order_seed,
-        baseline=run.side(BASELINE),
-        candidate=run.side(CANDIDATE),
         parity=run.correctness.parity,
         speedups=run.timed.speedups,
         claim=find_claim(run.timed.speedups),
@@ -84,9 +77,11 @@ def validate(
         decision=decision,
         reasons=reasons,
         exam=exam,
-        quoted=quoted,
+        quoted=run.quoted,
     )
-    folder = _write(record, parent, run)
+    with new_run_folder(request.results, run.stamp) as (work, publish):
+        _write(record, work, run)
+        folder = publish()
     if record.speedups:
         required = record.speedups[0].required or None
         comparisons = compare_timings(record.baseline.timing, record.candidate.timing, required=required)
@@ -102,7 +97,9 @@ def _exam(run: GateRun) -> PlanCoverage:
         return PlanCoverage(seed=None, complete=False, missing=["some of the task's cases"])
     random_shapes = {shape.name: dict(shape.dims) for shape in plan.random_shapes}
     missing = [*plan.missing, *_report_constant_inputs(run.correctness.rows.get(CANDIDATE, []))]
-    return PlanCoverage(seed=plan.seed, drawn=random_shapes, complete=not missing, missing=missing)
+    return PlanCoverage(
+        seed=plan.seed, drawn=random_shapes, complete=run.quote_completes or not missing, missing=missing
+    )
 
 
 def _report_constant_inputs(rows: Sequence[CorrectnessRow]) -> list[str]:
@@ -115,24 +112,13 @@ def _report_constant_inputs(rows: Sequence[CorrectnessRow]) -> list[str]:
     return [f"inputs that depend on the seed ({', '.join(constant)})"] if constant else []
 
 
-def _write(record: Record, parent: Path, run: GateRun) -> Path:
-    """Write a record, its report and plot, and each implementation's files into a new run folder. Return the folder.
-
-    A solution's sources are included.
-    """
-    with new_run_folder(parent, run.stamp) as (work, publish):
-        plot = PLOT if record.speedups else None
-        if plot:
-            save_plot(record, work / plot)
-        (work / RECORD).write_text(sealed_json(record), encoding="utf-8")
-        (work / REPORT).write_text(report(record, plot=plot), encoding="utf-8")
-        for folder, side in ((work, record.candidate), (work / BASELINE, record.baseline)):
-            folder.mkdir(exist_ok=True)
-            for name, content in side_files(record, side).items():
-                (folder / name).write_text(to_json(content), encoding="utf-8")
-        for folder, role in ((work, CANDIDATE), (work / BASELINE, BASELINE)):
-            for name, data in run.implementations[role].files.items():
-                path = folder / SOURCES / name
-                path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_bytes(data)
-        return publish()
+def _write(record: Record, work: Path, run: GateRun) -> None:
+    """Write a record, its report and plot, and each implementation's files, a solution's sources included."""
+    plot = PLOT if record.speedups else None
+    if plot:
+        save_plot(record, work / plot)
+    write_whole(work / RECORD, sealed_json(record))
+    write_whole(work / REPORT, report(record, plot=plot))
+    for folder, role, side in ((work, CANDIDATE, record.candidate), (work / BASELINE, BASELINE, record.baseline)):
+        write_files(folder, {name: to_json(content) for name, content in side_files(record, side).items()})
+        write_files(folder / SOURCES, run.implementations[role].files)

@@ -21,7 +21,7 @@ from greenfast.judge.formats.flashinfer_trace import (
     read_definition,
     read_workloads,
 )
-from greenfast.judge.formats.registry import import_problem, import_solution
+from greenfast.judge.formats.registry import import_problem, read_solution
 from greenfast.judge.solution.schema import find_solution
 from greenfast.judge.task import load_task
 from greenfast.spec.errors import UsageError
@@ -209,8 +209,7 @@ def test_a_solution_becomes_a_callable(tmp_path: Path, style: bool) -> None:
     path.write_text(json.dumps(solution(destination_passing_style=style)))
     assert is_foreign_solution(path)
     assert not is_definition(path)
-    made = import_solution(path, folder, tmp_path / "out")
-    found = find_solution(made).config
+    found = read_solution(path, folder, tmp_path / "out").config
     assert (found.name, found.author, found.file) == ("mine_v1", "someone", "main.py")
     assert found.launches[0].args == ["x", "w", "float64(1e-06)"] + (["y"] if style else [])
     assert is_definition(folder / "definition.json")
@@ -234,7 +233,7 @@ def test_a_solution_that_cannot_be_judged_is_refused_in_words(
     path = tmp_path / "mine.json"
     path.write_text(json.dumps({**solution(), **change}))
     with pytest.raises(UsageError, match=says):
-        import_solution(path, folder, tmp_path / "out")
+        read_solution(path, folder, tmp_path / "out")
     assert not (tmp_path / "out").exists(), "nothing half-written"
 
 
@@ -245,9 +244,9 @@ def test_a_solution_has_no_files_of_another(tmp_path: Path) -> None:
     more = {"path": "problem.py", "content": "1 / 0"}
     for sources in ([*solution()["sources"], more], solution()["sources"]):
         path.write_text(json.dumps({**solution(), "definition": "solution-mine_v1", "sources": sources}))
-        made = import_solution(path, folder, tmp_path)
+        made = read_solution(path, folder, tmp_path)
     assert "1 / 0" not in (folder / "problem.py").read_text()
-    assert sorted(file.name for file in made.iterdir()) == ["main.py", "solution.json"]
+    assert sorted(file.name for file in made.folder.iterdir()) == ["main.py", "solution.json"]
 
 
 def test_a_definition_without_workloads_says_where_they_were_looked_for(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 from greenfast.judge.formats import kernelbench, robust_kbench
 from greenfast.judge.formats.defined import ModelProblem, RobustProblem
 from greenfast.judge.formats.kernelbench import NEW_MODEL, is_kernelbench
-from greenfast.judge.formats.registry import CONVERTED, import_problem, import_solution
+from greenfast.judge.formats.registry import CONVERTED, import_problem, read_solution
 from greenfast.judge.solution.schema import find_solution
 from greenfast.judge.task import load_task
 from greenfast.spec.errors import UsageError
@@ -91,9 +91,10 @@ def test_a_new_model_becomes_a_callable(tmp_path: Path) -> None:
     assert is_kernelbench(mine, NEW_MODEL)
     (tmp_path / "out/converted_solutions/mine").mkdir(parents=True)
     (tmp_path / "out/converted_solutions/mine/left.py").write_text("of an earlier solution of this name")
-    folder = import_solution(mine, problem, tmp_path / "out")
+    made = read_solution(mine, problem, tmp_path / "out")
+    folder = made.folder
     assert {path.name for path in folder.iterdir()} == {"entry.py", "new_model.py", "original.py", "solution.json"}
-    assert find_solution(folder).config.name == "mine"
+    assert made.config.name == "mine"
     entry = (folder / "entry.py").read_text()
     assert "from new_model import ModelNew as Model" in entry
     compile(entry, "entry.py", "exec")
@@ -163,7 +164,7 @@ def test_settings_of_robust_kbench_become_shapes(tmp_path: Path) -> None:
     references = problem.references(dims, 3, "")
     assert np.allclose(references.bound, 1e-5 * (1 + np.abs(references.exact)), rtol=1e-15, atol=0)
     (tmp_path / "mine.cu").write_text(KERNEL)
-    solution = find_solution(import_solution(tmp_path / "mine.cu", task, tmp_path / "out"))
+    solution = read_solution(tmp_path / "mine.cu", task, tmp_path / "out")
     assert solution.config.launches[0].args == ["input0", "int64(problem)"]
     entry = (solution.folder / "entry.py").read_text()
     assert "fn=_forward" in entry

@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 
 from greenfast.cli.main import main
-from greenfast.judge.formats.registry import import_problem, import_solution
+from greenfast.judge.formats.registry import import_problem, read_solution
 from greenfast.judge.formats.test_calls import CallProblem
 from greenfast.judge.formats.tritonbench import SEPARATOR, is_tritonbench
-from greenfast.judge.solution.schema import find_solution
 from greenfast.judge.task import load_task
 from greenfast.spec.errors import UsageError
 
@@ -127,15 +126,15 @@ def test_answers_are_files_and_rows(problem: Path, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(f"yes\n{SEPARATOR}\n{TEST}")
     task = Path(import_problem(str(problem), tmp_path / "converted"))
     for path in (answers / "model.jsonl", tmp_path / "mine.py"):
-        solution = find_solution(import_solution(path, task, tmp_path / "out"))
+        solution = read_solution(path, task, tmp_path / "out")
         assert (solution.folder / "program.py").read_text().strip() == "yes"
         assert solution.config.launches[0].args == ["input0", "input1", "int64(problem)"]
     (answers / "model.jsonl").write_text(json.dumps(lines[0]) + "\n")
     with pytest.raises(UsageError, match="has no answer to double_problem"):
-        import_solution(answers / "model.jsonl", task, tmp_path / "out")
+        read_solution(answers / "model.jsonl", task, tmp_path / "out")
     (answers / "model.jsonl").write_text("{}\n")
     with pytest.raises(UsageError, match="its rows have the key predict"):
-        import_solution(answers / "model.jsonl", task, tmp_path / "out")
+        read_solution(answers / "model.jsonl", task, tmp_path / "out")
 
 
 def test_a_write_that_changes_nothing_is_a_write(tmp_path: Path) -> None:

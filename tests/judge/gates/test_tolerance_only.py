@@ -13,7 +13,7 @@ import pytest
 from greenfast.device.session import Executable, RunResult
 from greenfast.judge.gates.correctness import check_cases
 from greenfast.judge.request import CasePlan
-from greenfast.judge.subject import load_baseline
+from greenfast.judge.subject import find_baseline
 from greenfast.judge.task import ErrorGate, FormatGates, KernelErrorGate, Shape
 from greenfast.spec.problem import Case, OutputSpec, References
 
@@ -98,9 +98,9 @@ def test_the_tasks_own_reference_is_not_a_folder_of_its_name(tmp_path: Path, mon
         seen.append(path)
         raise LookupError
 
-    monkeypatch.setattr("greenfast.judge.subject.import_solution", found)
+    monkeypatch.setattr("greenfast.judge.subject.read_solution", found)
     config = SimpleNamespace(rungs=[], defaults=SimpleNamespace(baseline="reference"))
-    request: Any = SimpleNamespace(task=SimpleNamespace(config=config, folder=tmp_path / "task"), out=tmp_path)
+    task: Any = SimpleNamespace(config=config, folder=tmp_path / "task")
     with pytest.raises(LookupError):
-        load_baseline(request, "reference")
+        find_baseline(task, "reference", tmp_path)
     assert seen == [tmp_path / "task" / "reference"]

@@ -12,6 +12,7 @@ from typing import Protocol
 
 from greenfast.judge.formats import flashinfer_trace, kernelbench, robust_kbench, tritonbench
 from greenfast.judge.formats.converted import Files
+from greenfast.judge.solution.schema import ResolvedSolution, find_solution
 from greenfast.judge.store import write_files
 from greenfast.spec.errors import UsageError
 
@@ -48,8 +49,8 @@ def import_problem(name: str, out: Path, workloads: Path | None = None) -> str:
     return str(next((folder for folder in folders if folder is not None), name))
 
 
-def import_solution(path: Path, problem: Path, out: Path) -> Path:
-    """Return a solution's path: ``path`` itself, or the folder that a foreign one is converted to.
+def read_solution(path: Path, problem: Path, out: Path) -> ResolvedSolution:
+    """Read a solution as ``find_solution`` does; one of a foreign format is converted to a folder below ``out``.
 
     problem: the folder of the task that it is judged by. Raises UsageError if the two do not belong together.
     """
@@ -58,5 +59,5 @@ def import_solution(path: Path, problem: Path, out: Path) -> Path:
             name, files = converted
             folder = out / SOLUTIONS / name
             shutil.rmtree(folder, ignore_errors=True)  # of a solution of the same name with more files
-            return write_files(folder, files)
-    return path
+            return find_solution(write_files(folder, files))
+    return find_solution(path)

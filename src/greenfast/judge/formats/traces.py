@@ -14,13 +14,6 @@ from greenfast.judge.formats.flashinfer_trace import Definition, Workload, read_
 from greenfast.judge.record_schema import CorrectnessRow, Record, TimingRow
 from greenfast.judge.store import write_whole
 from greenfast.judge.timing.interleaved import COLD
-from greenfast.spec.errors import UsageError
-
-
-def check_traces(file: Path, problem: Path) -> None:
-    """Raise UsageError, before anything runs, unless the problem is a definition."""
-    if not (problem / DEFINITION).is_file():
-        raise UsageError(f"--traces {file}: the problem is no definition of FlashInfer-Trace")
 
 
 def write_traces(file: Path, record: Record, problem: Path) -> int:

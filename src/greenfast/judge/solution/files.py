@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 import tempfile
@@ -65,6 +66,14 @@ def collect_files(solution: ResolvedSolution, results: Path | None = None) -> di
             if data is not None:
                 unscanned.append((path.parent, data))
     return dict(sorted(contents.items()))
+
+
+def digest_files(files: dict[str, bytes]) -> str:
+    """Return the SHA-256 over the names and contents of files."""
+    digest = hashlib.sha256()
+    for name, data in files.items():
+        digest.update(b"%d:%s;%d:" % (len(name.encode()), name.encode(), len(data)) + data)
+    return digest.hexdigest()
 
 
 def make_private_copy(solution: ResolvedSolution, files: dict[str, bytes]) -> ResolvedSolution:
