@@ -53,7 +53,7 @@ def plot_height(record: Benchmark) -> float:
 def draw_benchmark(figure: Figure, record: Benchmark) -> None:
     """Draw the panels into an empty figure."""
     panels = _panels(record)
-    provenance = f"{facts.device(record)}, commit {facts.commit(record)}"
+    provenance = f"{facts.device(record)}, commit {record.git.short}"
     figure.suptitle(f"{headline(record.rows, record.versus[:1])}\n{provenance}", fontsize=12)
     colors = _colors(record, {row.backend for _, rows, _ in panels for row in rows})
     first = {v.group: v for v in reversed(record.versus)}

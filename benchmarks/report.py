@@ -296,7 +296,7 @@ def section(record: Benchmark, path: str, answer: Freshness | None = None) -> st
     versions = dict.fromkeys(c.version for c in record.backends if c.version not in ("", own))
     return (
         f"Measured: {record.what}, compared with other libraries, interleaved in one run on {facts.device(record)}; "
-        f"{record.created[:10]}; commit {facts.commit(record)}; {', '.join(versions)}; "
+        f"{record.created[:10]}; commit {record.git.short}; {', '.join(versions)}; "
         f"[record]({path}).\n\n{summary(record)}"
     )
 

@@ -38,7 +38,7 @@ from greenfast.judge.request import CasePlan, CheckPlan, Request
 from greenfast.judge.solution.client import SolutionProcess
 from greenfast.judge.solution.messages import Choose, Load, Render, RpcReply, RpcRequest
 from greenfast.judge.solution.server import _Server
-from greenfast.judge.task import LoadedTask, load
+from greenfast.judge.task import FormatGates, LoadedTask, load
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import GreenfastError, MachineError, UnsupportedError
 from greenfast.spec.facts import DeviceInfo
@@ -449,9 +449,9 @@ def install(monkeypatch: pytest.MonkeyPatch, device: FakeDevice) -> FakeDevice:
         return FakeWorker(device, timeout_s=timeout_s)
 
     monkeypatch.setattr(Request, "make_emulator", None)  # which would run the real kernels
+    monkeypatch.setattr("greenfast.judge.request.Worker", start)
     for module in ("judge.request", "cli.library"):
-        monkeypatch.setattr(f"greenfast.{module}.Worker", start)
-    monkeypatch.setattr("greenfast.judge.request.gpu_info", lambda n, limit: start(n, timeout_s=limit).info())
+        monkeypatch.setattr(f"greenfast.{module}.gpu_info", lambda n, limit: start(n, timeout_s=limit).info())
     return device
 
 
@@ -594,3 +594,28 @@ class Watcher:
 
     def progress(self, gate: str, share: float, text: str) -> None:
         self.shares.append((gate, share))
+
+
+def case_run(
+    sides: Sequence[Any],
+    problem: Any,
+    case_plans: Sequence[CasePlan],
+    fmt: str,
+    gates: FormatGates,
+    make_worker: Any,
+    *,
+    own: str | None = None,
+) -> Any:
+    """A run with all that CORRECTNESS reads of it. own: the role of the task's own baseline."""
+    implementations = {
+        side.role: SimpleNamespace(is_task_baseline=side.role == own, requirements=SimpleNamespace(kernel_error=None))
+        for side in sides
+    }
+    request = SimpleNamespace(
+        task=SimpleNamespace(problem=problem), format=fmt, case_plans=case_plans, gates=gates,
+        make_worker=make_worker, checks_memory=False, check_plan=None,
+    )  # fmt: skip
+    return SimpleNamespace(
+        request=request, sides=sides, implementations=implementations, cannot_run=lambda: None,
+        progress=lambda gate: lambda share, text: None,
+    )  # fmt: skip

@@ -25,7 +25,7 @@ from greenfast.judge.check_plan import (
     draw_seed,
     fits_dims,
 )
-from greenfast.judge.gates.correctness import _row
+from greenfast.judge.gates.correctness import _CheckedCase
 from greenfast.judge.record_io import StoredRecord
 from greenfast.judge.record_schema import CorrectnessRow, Record, SolutionSource
 from greenfast.judge.request import EMULATOR, CasePlan, CheckPlan, Request
@@ -383,7 +383,8 @@ def test_the_formats_error_is_told_and_not_judged_where_nobody_chose_the_case() 
         )
         found = RunResult({"out": wanted.exact.astype(np.float16)})
         plan = CasePlan(shape, 1001, randomized=drawn)
-        return _row(plan, case, wanted, gates.select(shape.dims), found, wanted.exact)
+        checked = _CheckedCase(task.problem, "e4m3", gates, {}, plan, case, wanted)
+        return checked.compare("candidate", found, None)[0]
 
     assert not row(drawn=False).gates["format_error_pass"]
     assert row(drawn=True).passed

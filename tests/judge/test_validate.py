@@ -16,7 +16,7 @@ import pytest
 from greenfast.judge.gates.performance import draw_order_seed
 from greenfast.judge.gates.registry import GATES
 from greenfast.judge.record_io import conclude, read_record
-from greenfast.judge.record_schema import GateResult, Record, Status
+from greenfast.judge.record_schema import Claim, GateResult, Record, Status
 from greenfast.judge.task import LoadedTask, load, load_task
 from greenfast.judge.timing.estimators import speedup_row
 from greenfast.judge.validate import Outcome, validate
@@ -231,7 +231,8 @@ def test_a_baseline_with_a_slow_replay_is_not_merged_against(
         rows = [msgspec.structs.replace(row, function_us=function_us) for row in record.baseline.timing]
         sides = rows, record.candidate.timing, record.baseline_again
         shape = "b1_h1_s32_d64"
-        return speedup_row(*sides, shape, "warm", confidence=0.95, required=None, gated=gated).slow_replay
+        claim = Claim(confidence=0.95, required=0.0, gated=[shape] if gated else [])
+        return speedup_row(*sides, shape, "warm", claim).slow_replay
 
     assert (slow_replay(7.0), slow_replay(7.6), slow_replay(7.7)) == (slow, slow.replace("7 µs", "7.6 µs"), "")
     assert (slow_replay(0.0), slow_replay(7.0, gated=False)) == ("", "")

@@ -7,17 +7,15 @@ import dataclasses
 import importlib
 import json
 import sys
-from typing import TYPE_CHECKING, TextIO
+from typing import TextIO
 
+from greenfast.cli.progress import ProgressLine
 from greenfast.device import cache
 from greenfast.device.compiler import CompiledKernel
 from greenfast.device.gpu import device_count
-from greenfast.device.worker import Worker
+from greenfast.device.worker import gpu_info
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import UsageError
-
-if TYPE_CHECKING:
-    from types import ModuleType
 
 _DEFAULT_TARGET = "sm_90a"
 #: The options of ``greenfast build TASK``.
@@ -27,30 +25,17 @@ _CAUSAL = {"both": (False, True), "yes": (True,), "no": (False,)}
 
 
 class _Steps:
-    """A progress counter on a terminal, otherwise one line per compiled kernel. Output goes to a stream."""
+    """Counts compiled kernels: on a terminal's progress line, otherwise with a line for each in a stream."""
 
-    def __init__(self, total: int, stream: TextIO) -> None:
+    def __init__(self, total: int, stream: TextIO, progress: ProgressLine) -> None:
         self._total, self._done = total, 0
-        self._stream, self._terminal = stream, stream.isatty()
-
-    def __enter__(self) -> _Steps:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._terminal and self._done:
-            print(file=self._stream)
+        self._stream, self._progress = stream, progress
 
     def __call__(self, kernel: CompiledKernel) -> None:
         self._done += 1
-        if self._terminal:
-            print(f"\rcompiling {self._done}/{self._total}", end="", file=self._stream, flush=True)
-        elif not kernel.from_cache:
+        self._progress.step = f"compiling {self._done}/{self._total}"
+        if not kernel.from_cache and not self._stream.isatty():
             print(f"{self._done}/{self._total} {kernel.source.entry} {kernel.compile_ms:.0f} ms", file=self._stream)
-
-
-def _operator() -> ModuleType:
-    """Import ``greenfast.ops.warmup``, and PyTorch with it; other verbs and --help do not need PyTorch."""
-    return importlib.import_module("greenfast.ops.warmup")
 
 
 def _targets(names: list[str] | None, stream: TextIO) -> list[Target]:
@@ -58,8 +43,7 @@ def _targets(names: list[str] | None, stream: TextIO) -> list[Target]:
     if names:
         return [Target.parse(name) for name in names]
     if device_count():
-        with Worker(0, timeout_s=_GPU_TIMEOUT_S) as worker:
-            return [Target.of_device(worker.info().capability)]
+        return [Target.of_device(gpu_info(0, _GPU_TIMEOUT_S).capability)]
     target = Target(_DEFAULT_TARGET)
     print(f"no GPU here: compiling for {target.name}, {target.description}; --arch names another target", file=stream)
     return [target]
@@ -72,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
             raise UsageError(f"--library: leave out {'the task' if option == 'task' else f'--{option}'}")
     steps_to = sys.stderr if args.json else sys.stdout
     targets = _targets(args.arch, steps_to)
-    operator = _operator()
+    operator = importlib.import_module("greenfast.ops.warmup")  # only now, because it imports PyTorch
     results = []
     for target in targets:
         left_out: list[str] = []
@@ -89,8 +73,8 @@ def run(args: argparse.Namespace) -> int:
         )
         if left_out:
             print(f"no kernel on {target.name}, so calls refuse these: {'; '.join(left_out)}", file=steps_to)
-        with _Steps(len(sources), steps_to) as steps:
-            done = operator.warm(sources, target, steps)
+        with ProgressLine("compiling") as progress:
+            done = operator.warm(sources, target, _Steps(len(sources), steps_to, progress))
         results.append({"target": target.name, "left_out": left_out, **dataclasses.asdict(done)})
         text = f"{target.name}: {done.compiled} kernels compiled, {done.cached} already cached, {done.seconds:.1f} s"
         print(text, file=steps_to)

@@ -32,7 +32,7 @@ from greenfast.judge.report.ladder import ladder_table
 from greenfast.judge.report.markdown import report, short_form
 from greenfast.judge.report.plots import save_plot
 from greenfast.judge.store import check_output_file, read_json, to_json, write_whole
-from greenfast.spec.errors import MachineError, UsageError
+from greenfast.spec.errors import UsageError
 
 _REPORT, _HISTORY, _COMPARISON, _TABLE = "the report of a run", "a folder of runs", "--compare", "--table"
 #: Option -> its purpose.
@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
             raise UsageError(f"--compare: give two runs, a baseline and a candidate; these are {len(runs)}")
         _compare(runs[0], runs[1], args.speedup, args.out or Path("results/COMPARE.md"), as_json=args.json)
     elif kind == _TABLE:
-        pairs = [(str(path), _read_comparison(path)) for path in runs]
+        pairs = [(str(path), _require_comparison(read_record(path), path)) for path in runs]
         print(_verdicts(pairs) if args.json else ladder_table(pairs, aged=find_outdated(pairs)))
     elif kind == _HISTORY:
         _show_history(runs[0], args)
@@ -114,8 +114,7 @@ def _compare(baseline: Path, candidate: Path, required: float | None, out: Path,
     print(to_json(comparisons) if as_json else text, end="")
 
 
-def _read_comparison(path: Path) -> Record:
-    record = read_record(path)
+def _require_comparison(record: AnyRecord, path: Path) -> Record:
     if not isinstance(record, Record):
         raise UsageError(f"{path}: a run of one variant; a table or plot needs a comparison's record")
     return record
@@ -150,11 +149,11 @@ def _show_reports(runs: list[Path], args: argparse.Namespace) -> None:
         raise UsageError(f"--{'plot draws' if args.plot else 'html is of'} one run; give one")
     texts: list[str] = []
     for path in runs:
-        record = _read_comparison(path) if args.plot else read_record(path)
+        record = read_record(path)
         for reason in check_demands(record).reasons:
             print(f"greenfast: {path}: {reason}; its decision follows from its options", file=sys.stderr)
         if args.plot:
-            _draw(record, args.plot)
+            save_plot(_require_comparison(record, path), args.plot)
         if args.html:
             with ProgressLine(f"writing {args.html}"):
                 write_page(args.html, record, path)
@@ -169,17 +168,6 @@ def _show_reports(runs: list[Path], args: argparse.Namespace) -> None:
 def _json_text(record: AnyRecord) -> str:
     """Return a record and its conclusions as JSON; a record of phases or of a benchmark has none."""
     return to_json(record) if isinstance(record, PhaseRecord) else sealed_json(record, conclusions=True)
-
-
-def _draw(record: AnyRecord, plot: Path) -> None:
-    """Draw a run's timings. Raises UsageError for another kind of file, MachineError if it cannot be written."""
-    if plot.suffix not in (".png", ".svg"):
-        raise UsageError(f"--plot {plot}: the name must end in .png or .svg")
-    try:
-        if isinstance(record, Record):
-            save_plot(record, plot)
-    except OSError as e:
-        raise MachineError(f"{plot} cannot be written ({e.strerror})") from e
 
 
 def _text(record: AnyRecord, short: bool, plot: Path | None) -> str:

@@ -20,7 +20,7 @@ from greenfast.judge.record_io import (
     compare_build,
     compare_launch,
 )
-from greenfast.judge.record_schema import FIRST_GATES, Build, CachedTiming, GateResult, Record, Side, TimingRow
+from greenfast.judge.record_schema import FIRST_GATES, CachedTiming, GateResult, Record, Side, TimingRow
 from greenfast.judge.request import Request
 from greenfast.judge.task import Timing
 from greenfast.judge.timing.interleaved import METHOD, WARM
@@ -61,8 +61,8 @@ def reuse_cached_timing(run: GateRun, kept: Sequence[StoredRecord], reason: str)
     if matching:
         newest = max(matching, key=lambda k: k.record.created)
         run.quoted, run.quote_completes = _quote(newest, run), covers_missing_cases(newest.record, request)
-        return build_cached_performance(run.quoted, run.required_speedup)
-    names = [run.variants[role].name for role in (BASELINE, CANDIDATE)]
+        return build_cached_performance(run.quoted)
+    names = [run.implementations[role].variant.name for role in (BASELINE, CANDIDATE)]
     same_names = [(k, m) for k, m in checked if [k.record.baseline.variant, k.record.candidate.variant] == names]
     if same_names:
         newest_first = sorted(same_names, key=lambda pair: pair[0].record.created, reverse=True)
@@ -160,7 +160,7 @@ def _compare_kernels(role: str, side: Side, run: GateRun) -> list[str]:
         for name, launched in program.name_launches(shape, dims[shape]).items()
     }
     for name, (kernel, facts) in launches.items():
-        build = _find_build(side, name)
+        build = next((build for build in side.builds if name in build.launches), None)
         if build is None:
             mismatches.append(f"does not name the {role} kernel that {name} ran")
         elif build.arch == kernel.target.name:
@@ -168,21 +168,13 @@ def _compare_kernels(role: str, side: Side, run: GateRun) -> list[str]:
             freshness = worst(
                 (
                     compare_build(label, build, kernel.source, kernel),
-                    compare_launch(label, build.launches.get(name), facts),
+                    compare_launch(label, build.launches[name], facts),
                 )
             )
             if freshness.status != CURRENT:
                 state = "is stale" if freshness.status == STALE else "cannot be compared"
                 mismatches.append(f"{state}: {freshness.reasons[0]}")
     return list(dict.fromkeys(mismatches))
-
-
-def _find_build(side: Side, launch: str) -> Build | None:
-    """Return the kernel of a launch by the launch's name; None if an older record does not list it."""
-    if len(side.builds) == 1:
-        return side.builds[0]
-    has_number = " launch " in launch
-    return next((b for b in side.builds if launch in (b.launches if has_number else b.shapes)), None)
 
 
 def _compare_inputs(record: Record, run: GateRun) -> list[str]:

@@ -154,8 +154,7 @@ def _choose_shape(record: Run) -> str:
 
 def _rebuild_kernels(record: Run, side: Side, shape: str, task: LoadedTask) -> list[CompiledKernel]:
     """Compile an implementation's kernels again. Raises UsageError if one differs from the record's."""
-    only = side.builds if len(side.builds) == 1 else []  # Older records do not list the shapes of a kernel.
-    builds = {build.entry: build for build in side.builds if shape in build.shapes} or {b.entry: b for b in only}
+    builds = {build.entry: build for build in side.builds if shape in build.shapes}
     if not builds:
         raise UsageError(f"the record does not name the kernel that {shape or 'a shape'} ran")
     toggles = task.config.toggle_values(side.toggles)

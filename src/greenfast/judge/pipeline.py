@@ -145,7 +145,6 @@ class GateRun:
         self.profile = profile
         self.reuse_timing = reuse_timing
         self.implementations = implementations
-        self.variants = {role: implementation.variant for role, implementation in self.implementations.items()}
         candidate = self.implementations.get(CANDIDATE)
         self.required_speedup = required or (candidate.requirements.required_speedup if candidate else None)
         self.created = now()

@@ -727,23 +727,22 @@ def _check_build(record: Run, side: Side, build: Build, label: str) -> Iterator[
         yield Freshness(CANNOT_TELL, (f"the {label} is a solution's; judge the solution again",))
         return
     if not build.launches:
-        yield compare_launch(label, None)
-    launches = {name: then.dims for name, then in build.launches.items()} or {str(build.dims): build.dims}
+        yield Freshness(CANNOT_TELL, (f"the record does not state how {label} was launched",))
     try:
         config, family, toggles = load_record_family(record, side)
         sources: dict[KernelSource, list[str]] = {}
-        for name, dims in launches.items():
-            shape = name.partition(" launch ")[0]
-            if is_dropped(config, dims):
+        for name, then in build.launches.items():
+            if is_dropped(config, then.dims):
                 continue
-            program = render_program(family, toggles, record.format, dims, instrumented=isinstance(record, PhaseRecord))
-            source, now = list_launches(program, shape, dims).get(name, (None, None))
-            if source is None:
+            instrumented = isinstance(record, PhaseRecord)
+            program = render_program(family, toggles, record.format, then.dims, instrumented=instrumented)
+            launches = list_launches(program, name.partition(" launch ")[0], then.dims)
+            if name not in launches:
                 yield Freshness(STALE, (f"the {label} of {name} is launched no more",))
                 continue
+            source, now = launches[name]
             sources.setdefault(source, []).append(name)
-            if then := build.launches.get(name):
-                yield compare_launch(f"{label} at {name}", then, now)
+            yield compare_launch(f"{label} at {name}", then, now)
         for source, names in sources.items():
             yield compare_build(f"{label} at {', '.join(names)}", build, source)
     except UsageError as e:
@@ -793,16 +792,10 @@ def _code_of_today(text: str, now: KernelSource, target: Target) -> str:
     return code_hash(compile_kernel(now, target, isolated=True))
 
 
-def compare_launch(label: str, then: LaunchFacts | None, now: LaunchFacts | None = None) -> Freshness:
-    """Compare the launch of a kernel with the recorded one. then: None if the record has no launch."""
-    if then is None or now is None:
-        return Freshness(CANNOT_TELL, (f"the record does not state how {label} was launched",))
-    differences = launch_differences(then, now)
-    return (
-        Freshness(STALE, tuple(f"{difference} of {label} differs" for difference in differences))
-        if differences
-        else Freshness()
-    )
+def compare_launch(label: str, then: LaunchFacts, now: LaunchFacts) -> Freshness:
+    """Compare the launch of a kernel with the recorded one."""
+    differences = tuple(f"{difference} of {label} differs" for difference in launch_differences(then, now))
+    return Freshness(STALE, differences) if differences else Freshness()
 
 
 _TIMEOUT_S = 60

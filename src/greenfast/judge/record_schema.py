@@ -52,6 +52,19 @@ class GitState(_Data, frozen=True, kw_only=True):
     branch: str
     dirty: bool
 
+    def __str__(self) -> str:
+        return f"{self.sha}{' (dirty)' if self.dirty else ''}"
+
+    @property
+    def short(self) -> str:
+        """The commit, shortened, with "(dirty)" for a modified tree."""
+        return f"{self.sha[:10]}{' (dirty)' if self.dirty else ''}"
+
+    @property
+    def details(self) -> str:
+        """The commit with its branch, and whether the tree was modified."""
+        return f"{self.sha} on {self.branch}, {'dirty' if self.dirty else 'clean'}"
+
 
 class Build(_Data, frozen=True, kw_only=True):
     """One compiled kernel.
@@ -246,6 +259,11 @@ class CorrectnessRow(_Data, frozen=True, kw_only=True):
     def passed(self) -> bool:
         """True if every gate held."""
         return bool(self.gates) and all(self.gates.values())
+
+    @property
+    def case(self) -> str:
+        """The case in words, such as "small seed 3"; its variant follows if the inputs are not the normal ones."""
+        return f"{self.shape} seed {self.seed}" + (f" {self.variant}" if self.variant != NORMAL else "")
 
     @property
     def is_skipped(self) -> bool:
@@ -453,33 +471,32 @@ class Run(_Data, frozen=True, kw_only=True):
             raise ValueError("a record cannot hold timings unless its CORRECTNESS gate passed")
 
 
-class PhaseRecord(Run, frozen=True, kw_only=True, tag_field="kind", tag="phases"):
+class SideRun(Run, frozen=True, kw_only=True):
+    """The fields of a record of one implementation."""
+
+    side: Side
+
+    def sides(self) -> list[tuple[str, Side]]:
+        """Return the variant's name and its results."""
+        return [(self.side.variant, self.side)]
+
+
+class PhaseRecord(SideRun, frozen=True, kw_only=True, tag_field="kind", tag="phases"):
     """The phases of an implementation's instrumented build.
 
     phase_cycles: mean SM cycles per block, by shape and phase.
     phase_counts: executed instructions by shape and phase, from the emulator; it has no cycles.
     """
 
-    side: Side
     phase_cycles: dict[str, dict[str, float]]
     phase_counts: dict[str, dict[str, KernelCounts]] = {}
 
-    def sides(self) -> list[tuple[str, Side]]:
-        """Return the variant's name and its results."""
-        return [(self.side.variant, self.side)]
 
-
-class BenchRecord(Run, frozen=True, kw_only=True, tag_field="kind", tag="bench"):
+class BenchRecord(SideRun, frozen=True, kw_only=True, tag_field="kind", tag="bench"):
     """The record of one implementation, checked and timed. Raises ValueError as Record does."""
-
-    side: Side
 
     def __post_init__(self) -> None:
         self._require_correct(bool(self.side.timing))
-
-    def sides(self) -> list[tuple[str, Side]]:
-        """Return the variant's name and its results."""
-        return [(self.side.variant, self.side)]
 
 
 class PlanCoverage(_Data, frozen=True, kw_only=True):

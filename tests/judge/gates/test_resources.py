@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -75,12 +77,21 @@ def test_what_ptx_shows_is_decided_by_it(source: KernelSource) -> None:
     assert kernel.resources.global_bytes >= 4
 
 
+def make_run(side: BuiltSide, rung: Rung, shapes: list[Shape]) -> Any:
+    """A run with all that RESOURCES reads of it."""
+    return SimpleNamespace(
+        sides=[side],
+        implementations={side.role: SimpleNamespace(requirements=rung)},
+        request=SimpleNamespace(built_shapes=shapes),
+    )
+
+
 def test_the_reason_names_the_variables(source: KernelSource) -> None:
     kernel = compile_kernel(dataclasses.replace(source, entry="counts"), TARGET)
     program = BuiltProgram(Program((Step(kernel.source, Launch((1, 1, 1), ("y",))),)), (kernel,))
     side = BuiltSide("candidate", Variant("one", ()), {"wide": program})
     rung = Rung(name="one", title="", budget=Budget(registers=255, smem_bytes=0))
-    (reason,) = check_budgets([side], {"candidate": rung}, [Shape(name="wide", dims={"D": 1})]).reasons
+    (reason,) = check_budgets(make_run(side, rung, [Shape(name="wide", dims={"D": 1})])).reasons
     assert reason.endswith("allows 0 (written, or its address is used for more than loads: calls)")
 
 
@@ -94,7 +105,7 @@ def test_a_kernel_meets_the_budget_of_every_shape(source: KernelSource) -> None:
         name="one", title="", budget=Budget(registers=1, smem_bytes=0, device_state_bytes=1 << 30), budget_where=[wide]
     )
     shapes = [Shape(name=name, dims={"D": d}) for name, d in (("wide", 128), ("narrow", 64), ("thin", 32))]
-    result = check_budgets([side], {"candidate": rung}, shapes)
+    result = check_budgets(make_run(side, rung, shapes))
     used = kernel.resources.registers
     assert result.reasons == [f"candidate one (narrow): registers is {used}, the budget of one allows 1"]
     assert len(result.checks) == 2 * 5

@@ -20,6 +20,7 @@ from greenfast.judge.task import ErrorGate, FormatGates, KernelErrorGate, Shape
 from greenfast.spec.errors import UsageError
 from greenfast.spec.problem import Array, Case, OutputSpec, References
 from tasks.fp8_attention import problem as attention
+from tests.fakes import case_run
 
 Floats = NDArray[np.float64]
 Decode = Callable[[dict[str, Array]], Floats]
@@ -162,8 +163,7 @@ def judged(
     )  # fmt: skip
     gates = FormatGates(error=ErrorGate(**OPEN), kernel_error=KernelErrorGate(relative_error=1e300))
     case_plans = [CasePlan(shape, 2**40 + n, randomized=True) for n in range(seeds)]
-    make_worker: Any = Worker
-    return check_cases([side], cast(Any, problem), case_plans, "f", gates, {}, make_worker, lambda share, text: None)[0]
+    return check_cases(case_run([side], problem, case_plans, "f", gates, Worker))
 
 
 def zeros(problem: Problem, case: Case) -> dict[str, Array]:

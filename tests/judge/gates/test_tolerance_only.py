@@ -16,6 +16,7 @@ from greenfast.judge.request import CasePlan
 from greenfast.judge.subject import find_baseline
 from greenfast.judge.task import ErrorGate, FormatGates, KernelErrorGate, Shape
 from greenfast.spec.problem import Case, OutputSpec, References
+from tests.fakes import case_run
 
 N = 1000
 OPEN = ErrorGate(max_abs_err=1e300, mean_abs_err=1e300, pct_bad=100.0, bad_abs_err=1e300)
@@ -47,6 +48,7 @@ def passed(problem: Problem, own: str | None, *, baseline: Sequence[int], candid
             role=role,
             variant=SimpleNamespace(name=role),
             programs={"one": None},
+            distinct=[],
             executable=lambda shape, off=off: Executable((), cast("Any", {"off": off})),
         )
         for role, off in (("baseline", baseline), ("candidate", candidate))
@@ -62,9 +64,9 @@ def passed(problem: Problem, own: str | None, *, baseline: Sequence[int], candid
             """There is no process."""
 
     case_plan = CasePlan(Shape(name="one", dims={"N": N}), 0)
-    make: Any = Runs
-    _, outcome = check_cases(sides, problem, [case_plan], "float", GATES, {}, make, lambda *_: None, own=own)
-    return [outcome.rows[role][0].passed for role in ("baseline", "candidate")]
+    run = case_run(sides, problem, [case_plan], "float", GATES, Runs, own=own)
+    check_cases(run)
+    return [run.correctness.rows[role][0].passed for role in ("baseline", "candidate")]
 
 
 def test_what_the_reference_gives_on_the_gpu_is_as_right() -> None:

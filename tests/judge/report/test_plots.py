@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 
 from greenfast.judge.record_schema import Record
 from greenfast.judge.report.plots import save_plot
+from greenfast.spec.errors import UsageError
 from tests.judge.report.figures import drawn_by
 from tests.judge.report.records import pending_record, record, speedup_row
 
@@ -70,5 +71,5 @@ def test_files(tmp_path: Path) -> None:
     save_plot(record(), tmp_path / "a.svg")
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
     assert "<svg" in (tmp_path / "a.svg").read_text()
-    with pytest.raises(ValueError, match=r"\.png or \.svg"):
+    with pytest.raises(UsageError, match=r"\.png or \.svg"):
         save_plot(record(), tmp_path / "a.pdf")

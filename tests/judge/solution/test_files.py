@@ -8,14 +8,17 @@ from typing import Any
 
 import pytest
 
-from greenfast.judge.gates.build import build_sides
+from greenfast.judge.gates.registry import GATES
 from greenfast.judge.implementation import CANDIDATE, Implementation, build_solution_implementation
+from greenfast.judge.pipeline import GateRun
+from greenfast.judge.request import NullListener
 from greenfast.judge.solution.files import collect_files
 from greenfast.judge.solution.schema import find_solution
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import SolutionError, UsageError
 from greenfast.spec.kernel import Program
 from tests.cheats.judging import task_of
+from tests.fakes import request
 
 KERNEL = """#include "factor.cuh"
 extern "C" __global__ void doubling(const float* x, float* y, int n) {
@@ -77,10 +80,18 @@ def sha256(made: Implementation) -> str:
     return made.source.sha256
 
 
+def build(made: Implementation) -> GateRun:
+    """The run of BUILD for one shape."""
+    asked = request(Path(), task=TASK, shapes=("even",), fmt="fp32", arch=TARGET.name, whole=False)
+    run = GateRun(asked, {CANDIDATE: made}, NullListener())
+    run.run([GATES["BUILD"]])
+    return run
+
+
 def ptx(made: Implementation) -> str:
-    result, (side,) = build_sides({CANDIDATE: made}, "fp32", [TASK.config.shape("even")], TARGET)
-    assert result.status == "PASS"
-    return side.distinct[0][1].ptx
+    run = build(made)
+    assert run.status("BUILD") == "PASS"
+    return run.sides[0].distinct[0][1].ptx
 
 
 def test_a_header_and_a_source_that_change_after_they_were_read_are_judged_as_read(tmp_path: Path) -> None:
@@ -138,7 +149,7 @@ def test_a_message_of_the_compiler_names_the_users_file(tmp_path: Path) -> None:
     made = implementation(cuda(tmp_path / "mine"))
     (tmp_path / "mine" / "factor.cuh").write_text("#error what\n")
     broken = implementation(tmp_path / "mine")
-    result, _ = build_sides({CANDIDATE: broken}, "fp32", [TASK.config.shape("even")], TARGET)
+    (result,) = build(broken).gates
     assert f"\n{tmp_path / 'mine' / 'factor.cuh'}(1): " in result.reasons[0]
     assert "#error directive: what" in result.reasons[0]
     assert sha256(made) != sha256(broken)

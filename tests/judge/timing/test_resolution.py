@@ -5,10 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from greenfast.judge.record_schema import SpeedupRow, TimingRow
+from greenfast.judge.record_schema import Claim, SpeedupRow, TimingRow
 from greenfast.judge.timing.estimators import resolution_us, speedup_row
 
 PROCESSES, BLOCKS, LAUNCHES = 3, 12, 20
+CLAIM = Claim(confidence=0.95, required=0.0, gated=["s"])
 
 
 def timed(rng: np.random.Generator, us: float, step: float, noise: float, drift: np.ndarray) -> TimingRow:
@@ -29,7 +30,7 @@ def measured(seed: int, us: float, ratio: float, step: float, noise: float = 0.0
     rng = np.random.default_rng(seed)
     drift = 1 + 0.002 * rng.standard_normal(PROCESSES)
     baseline, candidate, again = (timed(rng, t, step, noise, drift) for t in (us, us / ratio, us))
-    return speedup_row([baseline], [candidate], [again], "s", "warm", confidence=0.95, required=None, gated=True)
+    return speedup_row([baseline], [candidate], [again], "s", "warm", CLAIM)
 
 
 @pytest.mark.parametrize("ratio", [1.0, 1.003, 1 / 1.003])

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import pytest
 
 from greenfast.judge.timing import estimators
-from greenfast.judge.timing.estimators import Interval, noise_floor, pool_seeds, speedup_interval, summary, verdict
+from greenfast.judge.timing.estimators import Interval, noise_floor, pool_seeds, speedup_interval, summarize, verdict
 
 Floats = npt.NDArray[np.float64]
 DRIFT, NOISE = 0.005, 0.003
@@ -296,17 +296,15 @@ def test_bad_options_are_refused() -> None:
         speedup_interval([[1.0]], [[1.0]], resamples=1)
 
 
-def test_summary() -> None:
-    found = summary([float(x) for x in range(10, 111, 10)])
-    assert found.p50_us == 60
-    assert found.p90_us == 100
-    assert found.mean_us == 60
-    assert found.std_us == pytest.approx(33.1662479)
-    assert found.iters_per_sec == pytest.approx(1e6 / 60)
-    assert summary([4.0]).std_us == 0
+def test_figures_of_launches() -> None:
+    figures = summarize([float(x) for x in range(10, 111, 10)])
+    assert figures == {
+        "p50_us": 60, "p90_us": 100, "mean_us": 60, "std_us": 33.166, "iters_per_sec": 16666.7, "resolution_us": 10
+    }  # fmt: skip
+    assert summarize([4.0])["std_us"] == 0
     for bad in ([], [0.0], [math.nan], [1.0, -1.0]):
         with pytest.raises(ValueError, match="samples_us"):
-            summary(bad)
+            summarize(bad)
 
 
 def test_pooled_seeds_keep_their_processes() -> None:

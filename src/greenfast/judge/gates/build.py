@@ -2,59 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-
-from msgspec import structs
-
 from greenfast.device.cubin import block_fault, read_cubin
 from greenfast.device.identity import check_code
-from greenfast.judge.implementation import BASELINE, CANDIDATE, BuiltSide, Implementation, build_side
+from greenfast.judge.implementation import BASELINE, CANDIDATE, BuiltSide, build_side
 from greenfast.judge.pipeline import Gate, GateRun
 from greenfast.judge.record_schema import GateResult, Status
-from greenfast.judge.task import Shape
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import AbsentError, CompileError, UsageError
 from greenfast.spec.limits import launch_faults
 
 
-def _check(run: GateRun) -> GateResult:
-    request = run.request
-    unnamed_shapes = request.check_plan.unnamed_shapes if request.check_plan else ()
-    result, run.sides = build_sides(
-        run.implementations, request.format, request.built_shapes, request.target, unnamed_shapes
-    )
-    emulated = request.device is not None and request.device.kind != "gpu"
-    if result.status == "PENDING" and emulated and [side.role for side in run.sides] == [CANDIDATE]:
-        # The baseline is for the comparison of times, and there are none here.
-        return structs.replace(result, status="PASS", summary=f"the candidate; not the baseline: {result.summary}")
-    return result
+def build_sides(run: GateRun) -> GateResult:
+    """Compile the implementation of each role. Store the compiled implementations that can be launched in the run.
 
+    PENDING if a dependency of an implementation's language is missing, such as a GPU for a callable; on the emulator,
+    where no times are compared, the candidate alone is enough.
 
-def build_sides(
-    implementations: Mapping[str, Implementation],
-    fmt: str,
-    shapes: Sequence[Shape],
-    target: Target,
-    unnamed_shapes: Collection[str] = (),
-) -> tuple[GateResult, list[BuiltSide]]:
-    """Compile the implementation of each role. Return the result and the compiled implementations that can be launched.
-
-    PENDING if a dependency of an implementation's language is missing, such as a GPU for a callable.
-
-    unnamed_shapes: shapes of the check plan that are in no option and no default. A candidate must support them. A
-    baseline may reject them; it is then compared on the shapes that it supports.
+    A candidate must support the shapes of the check plan that are in no option and no default. A baseline may reject
+    them; it is then compared on the shapes that it supports.
     Raises UsageError if an implementation rejects any other shape.
     """
-    sides: list[BuiltSide] = []
+    request, sides = run.request, run.sides
+    target, shapes = request.target, request.built_shapes
+    unnamed_shapes = request.check_plan.unnamed_shapes if request.check_plan else ()
     checks: list[tuple[str, str, str, Status]] = []
     reasons: list[str] = []
     missing: list[str] = []
-    for role, implementation in implementations.items():
+    for role, implementation in run.implementations.items():
         variant = implementation.variant
         label = f"{role} {variant.name}"
         rejections: dict[str, str] = {}
         try:
-            side = build_side(role, implementation.family, variant, fmt, shapes, target, rejections=rejections)
+            side = build_side(
+                role, implementation.family, variant, request.format, shapes, target, rejections=rejections
+            )
             for _, kernel in side.distinct:
                 if kernel.source.language == "cubin":
                     check_code(kernel)
@@ -90,13 +71,17 @@ def build_sides(
     if reasons:
         is_compile_error = any(check[1] == "compiles" and check[3] == "FAIL" for check in checks)
         summary = "a variant does not compile" if is_compile_error else "a variant cannot be launched for every shape"
-        return GateResult(gate="BUILD", status="FAIL", summary=summary, reasons=reasons, checks=checks), sides
+        return GateResult(gate="BUILD", status="FAIL", summary=summary, reasons=reasons, checks=checks)
     if missing:
         summary = "; ".join(dict.fromkeys(missing))
-        return GateResult(gate="BUILD", status="PENDING", summary=summary, checks=checks), sides
+        if request.device is not None and request.device.kind != "gpu" and [side.role for side in sides] == [CANDIDATE]:
+            # The baseline is for the comparison of times, and there are none here.
+            summary = f"the candidate; not the baseline: {summary}"
+            return GateResult(gate="BUILD", status="PASS", summary=summary, checks=checks)
+        return GateResult(gate="BUILD", status="PENDING", summary=summary, checks=checks)
     compilers = dict.fromkeys(kernel.compiler for side in sides for _, kernel in side.distinct)
     summary = f"{', '.join(compilers) or 'nothing to compile'} for {target.name}"
-    return GateResult(gate="BUILD", status="PASS", summary=summary, checks=checks), sides
+    return GateResult(gate="BUILD", status="PASS", summary=summary, checks=checks)
 
 
 def _list_launch_faults(side: BuiltSide, target: Target) -> list[str]:
@@ -113,4 +98,4 @@ def _list_launch_faults(side: BuiltSide, target: Target) -> list[str]:
     return [f"cannot be launched at {shape}: {fault}" for fault, shape in first_shapes.items()]
 
 
-GATE = Gate("BUILD", exit_code=11, after="", check=_check)
+GATE = Gate("BUILD", exit_code=11, after="", check=build_sides)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
@@ -83,70 +83,29 @@ REPEATS = 2
 _REMEDY = "give the problem a bound that this exceeds, or inputs for which it is wrong"
 
 
-def _check(run: GateRun) -> GateResult:
-    obstacle = run.cannot_run()
-    if obstacle:
-        return pending("CORRECTNESS", obstacle)
-    request, baselines = run.request, [role for role, one in run.implementations.items() if one.is_task_baseline]
-    result, run.correctness = check_cases(
-        run.sides,
-        request.task.problem,
-        request.case_plans,
-        request.format,
-        request.gates,
-        {role: one.requirements.kernel_error for role, one in run.implementations.items()},
-        request.make_worker,
-        run.progress("CORRECTNESS"),
-        emulated=_emulate(run),
-        memory=MemoryChecks(run.sides, request.make_worker) if request.checks_memory else None,
-        check_awaited=check_awaited,
-        own=baselines[0] if baselines else None,
-    )
-    return result
-
-
-def _emulate(run: GateRun) -> EmulatedRuns | None:
-    """Return the emulator's runs of small cases beside a GPU, for all implementations with PTX; None if no GPU."""
-    request = run.request
-    if request.check_plan is None or request.make_emulator is None:
-        return None
-    sides = [side for side in run.sides if all(kernel.ptx for _, kernel in side.distinct)]
-    return EmulatedRuns(sides, request.check_plan.emulated_case_plans, request.make_emulator)
-
-
-def check_cases(
-    sides: Sequence[BuiltSide],
-    problem: Problem,
-    case_plans: Sequence[CasePlan],
-    fmt: str,
-    gates: FormatGates,
-    own_gates: Mapping[str, KernelErrorGate | None],
-    make_worker: Callable[[], Worker],
-    progress: Callable[[float, str], None],
-    *,
-    emulated: EmulatedRuns | None = None,
-    memory: MemoryChecks | None = None,
-    check_awaited: Callable[[BuiltSide], tuple[Status, str] | None] | None = None,
-    own: str | None = None,
-) -> tuple[GateResult, CorrectnessOutcome]:
-    """Run each implementation on all cases that it supports, in a separate process.
+def check_cases(run: GateRun) -> GateResult:
+    """Run each implementation on all cases that it supports, in a separate process; store the rows in the run.
 
     An implementation stops after a case that ended its process. A case that the device cannot run is not the kernel's
-    fault: the gate is PENDING, or FAIL if another case was wrong.
+    fault: the gate is PENDING, or FAIL if another case was wrong. An implementation that neither the emulator nor the
+    memory check could check is listed in the result's ``unchecked``.
 
-    own_gates: by role, the kernel-error gate that an implementation's rung defines, or None.
-    emulated: cases that the emulator runs at the same time.
-    memory: the memory check on the GPU. An implementation that neither of the two could check is listed in the result's
-        ``unchecked``.
-    check_awaited: returns the status of an implementation's asynchronous operations (``pending_operations``).
-    own: the role of the problem's own reference. If the problem's reference is itself a run on the CPU, the output of
-        this role is an equally valid reference.
+    If the problem's reference is itself a run on the CPU, the output of the task's own baseline is an equally valid
+    reference.
 
     Raises UsageError for invalid references (``spec.problem.build_references``) and for a workspace with the name of a
     buffer.
     """
-    outcome = CorrectnessOutcome({side.role: [] for side in sides})
-    workers = {side.role: make_worker() for side in sides}
+    if obstacle := run.cannot_run():
+        return pending("CORRECTNESS", obstacle)
+    request, sides, progress = run.request, run.sides, run.progress("CORRECTNESS")
+    problem, fmt, case_plans = request.task.problem, request.format, request.case_plans
+    own = next((role for role, one in run.implementations.items() if one.is_task_baseline), None)
+    own_gates = {role: one.requirements.kernel_error for role, one in run.implementations.items()}
+    emulated = _emulate(run)
+    memory = MemoryChecks(sides, request.make_worker) if request.checks_memory else None
+    outcome = run.correctness = CorrectnessOutcome({side.role: [] for side in sides})
+    workers = {side.role: request.make_worker() for side in sides}
     broken: dict[str, WorkerError] = {}
     with contextlib.ExitStack() as stack:
         threads = stack.enter_context(ThreadPoolExecutor(max(1, len(sides))))
@@ -156,11 +115,10 @@ def check_cases(
             stack.enter_context(emulated)
         if memory:
             stack.enter_context(memory)
-        checked = _Checked(problem, fmt, gates, own_gates)
         inputs: dict[tuple[str, int, str], str] = {}
         others: dict[str, tuple[str, NDArray[np.float64]]] = {}
         sensitive_shapes: set[str] = set()
-        emulated_cases: dict[int, tuple[CasePlan, Case, References, NDArray[np.float64] | None]] = {}
+        emulated_cases: dict[int, tuple[_CheckedCase, NDArray[np.float64] | None]] = {}
         _require_same_inputs(problem, case_plans[0], fmt)
         for done, case_plan in enumerate(case_plans):
             progress(done / len(case_plans), str(case_plan))
@@ -179,11 +137,9 @@ def check_cases(
                 for side in supporting
             }
             references = build_references(problem, case_plan.shape.dims, case_plan.seed, fmt, case_plan.variant)
+            stated = _CheckedCase(problem, fmt, request.gates, own_gates, case_plan, case, references)
             digest, other = others.get(shape, ("", None))
-            stated = references
-            references = checked.settle(
-                case_plan, case, references, None if digest == case.digest else other, shape not in others, outcome
-            )
+            settled = stated.settle(None if digest == case.digest else other, shape not in others, outcome)
             if case_plan.variant == NORMAL:
                 others.setdefault(shape, (case.digest, references.exact))
             decoded: dict[str, NDArray[np.float64]] = {}
@@ -192,17 +148,17 @@ def check_cases(
                 result = running[side.role].result()
                 if isinstance(result, WorkerError) and result.ended:
                     broken.setdefault(side.role, result)
-                expected = _relax_matched(stated) if side.role == own else references
-                row, values = checked.row(side.role, case_plan, case, expected, result, alternative)
+                checked = stated.relax_matched() if side.role == own else settled
+                row, values = checked.compare(side.role, result, alternative)
                 outcome.rows[side.role].append(row)
                 if side.role == own and references.is_run and row.passed:
                     alternative = values
-                    _note_noise(outcome, case_plan, references, values)
+                    settled.note_noise(values, outcome)
                 if values is None or case_plan.variant != NORMAL:
                     continue
                 assert isinstance(result, RunResult)
                 if row.passed and shape not in sensitive_shapes:
-                    checked.require_sensitive(side.role, case_plan, case, expected, result, values)
+                    checked.require_sensitive(side.role, result, values)
                     sensitive_shapes.add(shape)
                 decoded[side.role] = values
                 outcome.digests[side.role, shape, case_plan.seed] = output_digest(result.outputs)
@@ -213,13 +169,22 @@ def check_cases(
                 same_bits = len({outcome.digests[role, shape, case_plan.seed] for role in decoded}) == 1
                 outcome.parity.append(_parity(case_plan.shape, case_plan.seed, same_bits, *decoded.values()))
             if emulated and case_plan in emulated.case_plans:
-                emulated_cases[emulated.case_plans.index(case_plan)] = case_plan, case, references, alternative
+                emulated_cases[emulated.case_plans.index(case_plan)] = settled, alternative
         emulated_rows = [
-            (role, result, checked.row(role, case_plan, case, references, result, alternative)[0])
+            (role, result, checked.compare(role, result, alternative)[0])
             for (role, number), result in (emulated.results().items() if emulated else ())
-            for case_plan, case, references, alternative in (emulated_cases[number],)
+            for checked, alternative in (emulated_cases[number],)
         ]
-    return _result(outcome, sides, emulated_rows, memory, check_awaited), outcome
+    return _result(run, emulated_rows, memory)
+
+
+def _emulate(run: GateRun) -> EmulatedRuns | None:
+    """Return the emulator's runs of small cases beside a GPU, for all implementations with PTX; None if no GPU."""
+    request = run.request
+    if request.check_plan is None or request.make_emulator is None:
+        return None
+    sides = [side for side in run.sides if all(kernel.ptx for _, kernel in side.distinct)]
+    return EmulatedRuns(sides, request.check_plan.emulated_case_plans, request.make_emulator)
 
 
 def _ran(
@@ -279,88 +244,97 @@ def _require_own_workspaces(side: BuiltSide, shape: str, case: Case) -> None:
 
 
 @dataclass(frozen=True)
-class _Checked:
-    """Comparison of decoded outputs with the problem's references."""
+class _CheckedCase:
+    """A case with its references, and the gates by which decoded outputs are compared with them.
+
+    own_gates: by role, the kernel-error gate that an implementation's rung defines, or None.
+    """
 
     problem: Problem
     fmt: str
     gates: FormatGates
     own_gates: Mapping[str, KernelErrorGate | None]
+    plan: CasePlan
+    case: Case
+    references: References
 
-    def row(
-        self,
-        role: str,
-        case_plan: CasePlan,
-        case: Case,
-        references: References,
-        result: RunResult | WorkerError,
-        alternative: NDArray[np.float64] | None,
+    def compare(
+        self, role: str, result: RunResult | WorkerError, alternative: NDArray[np.float64] | None
     ) -> tuple[CorrectnessRow, NDArray[np.float64] | None]:
-        """Return an implementation's row of a case, and its decoded output (None if it did not run).
+        """Return an implementation's row, and its decoded output (None if it did not run).
 
         alternative: another valid reference. Each element is compared with the closer of the two.
         """
-        decoded = None
-        if not isinstance(result, WorkerError):
-            result = replace(result, violations=[*result.violations, *_find_invalid_booleans(result.outputs)])
-            decoded = self.problem.decode(result.outputs, self.fmt)
-            if not isinstance(decoded, np.ndarray) or decoded.dtype.kind not in "fiub":
-                kind = getattr(decoded, "dtype", type(decoded).__name__)
-                raise UsageError(f"{case_plan}: decode gives {kind}; an array of float64 is asked for")
-            if decoded.shape != references.exact.shape:
-                shapes_differ = f"{decoded.shape}, the references have {references.exact.shape}"
-                raise UsageError(f"{case_plan}: decode gives an array of shape {shapes_differ}")
-        if decoded is not None and alternative is not None:
-            closest = select_closest_reference(decoded, alternative, references.exact)
-            references = replace(references, full=closest, exact=closest)
-        gates = self.gates.select(case_plan.shape.dims, self.own_gates.get(role))
-        return _row(case_plan, case, references, gates, result, decoded), decoded
+        if isinstance(result, WorkerError):
+            return self._build_row(role, result, None), None
+        result = replace(result, violations=[*result.violations, *_find_invalid_booleans(result.outputs)])
+        decoded = self.problem.decode(result.outputs, self.fmt)
+        if not isinstance(decoded, np.ndarray) or decoded.dtype.kind not in "fiub":
+            kind = getattr(decoded, "dtype", type(decoded).__name__)
+            raise UsageError(f"{self.plan}: decode gives {kind}; an array of float64 is asked for")
+        exact = self.references.exact
+        if decoded.shape != exact.shape:
+            shapes_differ = f"{decoded.shape}, the references have {exact.shape}"
+            raise UsageError(f"{self.plan}: decode gives an array of shape {shapes_differ}")
+        compared = self
+        if alternative is not None:
+            closest = select_closest_reference(decoded, alternative, exact)
+            compared = self._with_references(full=closest, exact=closest)
+        return compared._build_row(role, result, decoded), decoded
 
-    def settle(
-        self,
-        case_plan: CasePlan,
-        case: Case,
-        references: References,
-        other: NDArray[np.float64] | None,
-        first: bool,
-        outcome: CorrectnessOutcome,
-    ) -> References:
-        """Return the references, with the relative bound if a trivial answer is within the stated bound.
+    def _with_references(self, **changes: Any) -> _CheckedCase:
+        return replace(self, references=replace(self.references, **changes))
+
+    def _select_gates(self, own: KernelErrorGate | None) -> CaseGates:
+        return self.gates.select(self.plan.shape.dims, own)
+
+    def relax_matched(self) -> _CheckedCase:
+        """Return the case for the problem's own reference, with a lower matched ratio if it comes from a run."""
+        if not self.references.is_run:
+            return self
+        return self._with_references(matched=min(self.references.matched, _OWN_REFERENCE_RATIO))
+
+    def settle(self, other: NDArray[np.float64] | None, first: bool, outcome: CorrectnessOutcome) -> _CheckedCase:
+        """Return the case, with the relative bound if a trivial answer is within the stated bound.
 
         Trivial answers that pass nevertheless are noted in ``outcome.trivial``, for the task's own shapes and normal
         inputs.
         other: the exact answer to the first inputs of this shape; None if the inputs are equal to the first.
         first: True if these inputs are the first of the shape.
         """
-        is_noted = case_plan.variant == NORMAL and not case_plan.new_shape
-        if references.relative is None and not is_noted:
-            return references
-        passing = self._find_trivial(case_plan, case, references, other)
-        if passing and references.relative is not None:
-            outcome.tightened.setdefault(case_plan.shape.name, passing[0])
-            references = replace(references, bound=references.relative)
-            passing = self._find_trivial(case_plan, case, references, other)
+        settled, shape, exact = self, self.plan.shape.name, self.references.exact
+        is_noted = self.plan.variant == NORMAL and not self.plan.new_shape
+        if self.references.relative is None and not is_noted:
+            return self
+        passing = self._find_trivial(other)
+        if passing and self.references.relative is not None:
+            outcome.tightened.setdefault(shape, passing[0])
+            settled = self._with_references(bound=self.references.relative)
+            passing = settled._find_trivial(other)
         if is_noted:
             names = set(passing) | (NEED_OTHERS if first else set())
-            outcome.trivial[case_plan.shape.name] = names & outcome.trivial.get(case_plan.shape.name, names)
-            exact = references.exact
+            outcome.trivial[shape] = names & outcome.trivial.get(shape, names)
             if other is not None and exact.size:  # One case is not enough: a sum is one number too.
                 same = bool((exact == exact.flat[0]).all()) and np.array_equal(other, exact)
                 name = ZEROS if exact.flat[0] == 0 else CONSTANT
-                outcome.constant[case_plan.shape.name] = (
-                    name if same and outcome.constant.get(case_plan.shape.name, name) else ""
-                )
-        return references
+                outcome.constant[shape] = name if same and outcome.constant.get(shape, name) else ""
+        return settled
 
-    def _find_trivial(
-        self, case_plan: CasePlan, case: Case, references: References, other: NDArray[np.float64] | None
-    ) -> list[str]:
+    def note_noise(self, values: NDArray[np.float64] | None, outcome: CorrectnessOutcome) -> None:
+        """Note the shape if the problem's own reference on this device exceeds the relative bound."""
+        shape, references = self.plan.shape.name, self.references
+        if references.bound is not references.relative or values is None or not np.isfinite(values).all():
+            return
+        if worst_bound_ratio(values, references.exact, references.bound, matched=_OWN_REFERENCE_RATIO) > 1:
+            outcome.trivial.setdefault(shape, set()).add(outcome.tightened[shape])
+
+    def _find_trivial(self, other: NDArray[np.float64] | None) -> list[str]:
         """Return the names of the trivial answers that pass, including those with a single wrong output."""
-        dims = case_plan.shape.dims
-        all_gates = [self.gates.select(dims, own) for own in dict.fromkeys((None, *self.own_gates.values()))]
+        references = self.references
+        all_gates = [self._select_gates(own) for own in dict.fromkeys((None, *self.own_gates.values()))]
         passing: list[str] = []
         format_error = None
-        for name, answer in generate_trivial_answers(case, references, other):
+        for name, answer in generate_trivial_answers(self.case, references, other):
             if np.array_equal(answer, references.exact):  # It is the right answer, such as 1 for softmax of one number.
                 continue
             for gates in all_gates:
@@ -368,63 +342,109 @@ class _Checked:
                 if is_far(answer, references, references.get_bound(kernel_gate.rounding), kernel_gate.bound_factor):
                     continue
                 format_error = format_error or error_stats(references.exact, references.full, bad_abs_err)
-                measured = _measure(references, gates, answer) | {"elements": answer.size}
-                row = _make_row(case_plan, case, format_error, gates={"repeat_pass": True}, **measured)
-                held = judge_row(row, gates.limits)
+                measured = self._measure(gates, answer) | {"elements": answer.size}
+                held = judge_row(self._make_row(format_error, gates={"repeat_pass": True}, **measured), gates.limits)
                 if all(held.get(gate_name, True) for gate_name in _VALUE_GATES):
                     passing.append(name)
                     break
         return list(dict.fromkeys(passing))
 
-    def require_sensitive(
-        self,
-        role: str,
-        case_plan: CasePlan,
-        case: Case,
-        references: References,
-        result: RunResult,
-        decoded: NDArray[np.float64],
-    ) -> None:
+    def require_sensitive(self, role: str, result: RunResult, decoded: NDArray[np.float64]) -> None:
         """Raise UsageError if the check does not detect a change of an output that passed."""
         dropped = find_dropped(lambda outputs: self.problem.decode(outputs, self.fmt), result.outputs, decoded)
         if dropped:
             raise UsageError(
-                f"{case_plan}: CORRECTNESS cannot check all outputs: {dropped}; a kernel could write anything there. "
+                f"{self.plan}: CORRECTNESS cannot check all outputs: {dropped}; a kernel could write anything there. "
                 "Let decode return them and references their values, or declare no output that is not compared"
             )
-        gates = self.gates.select(case_plan.shape.dims, self.own_gates.get(role))
 
         def passes(outputs: dict[str, NDArray[Any]]) -> bool:
             with np.errstate(all="ignore"):
                 values = self.problem.decode(outputs, self.fmt)
             if values.shape != decoded.shape or not np.isfinite(values).all() or np.array_equal(values, decoded):
                 return False
-            return _row(case_plan, case, references, gates, replace(result, outputs=outputs), values).passed
+            return self._build_row(role, replace(result, outputs=outputs), values).passed
 
         for name, variants in fill_outputs(result.outputs):
             if all(map(passes, variants)):
                 raise UsageError(
-                    f"{case_plan}: CORRECTNESS cannot judge output {name!r}: it passes with {FILLS[0]:g} in all of its "
+                    f"{self.plan}: CORRECTNESS cannot judge output {name!r}: it passes with {FILLS[0]:g} in all of its "
                     f"elements, and with {FILLS[1]:g}. Give it a bound that such values exceed"
                 )
 
+    def _build_row(
+        self, role: str, result: RunResult | WorkerError, decoded: NDArray[np.float64] | None
+    ) -> CorrectnessRow:
+        """Build an implementation's row.
 
-def _note_noise(
-    outcome: CorrectnessOutcome, case_plan: CasePlan, references: References, values: NDArray[np.float64] | None
-) -> None:
-    """Note a shape if the problem's own reference on this device exceeds the relative bound."""
-    shape = case_plan.shape.name
-    if references.bound is not references.relative or values is None or not np.isfinite(values).all():
-        return
-    if worst_bound_ratio(values, references.exact, references.bound, matched=_OWN_REFERENCE_RATIO) > 1:
-        outcome.trivial.setdefault(shape, set()).add(outcome.tightened[shape])
+        A kernel that did not run or wrote NaN fails and has no error statistics. If the device cannot run the case, the
+        row has no gates.
+        """
+        references, gates = self.references, self._select_gates(self.own_gates.get(role))
+        format_error = error_stats(references.exact, references.full, gates.error.bad_abs_err)
+        measured: dict[str, Any] = {}
+        held: dict[str, bool] = {}
+        notes = [str(result)] if isinstance(result, WorkerError) else [*result.violations]
+        if isinstance(result, UnsupportedByDeviceError):
+            pass
+        elif isinstance(result, WorkerError) or decoded is None:
+            held["ran_pass"] = False
+        else:
+            held |= {"memory_pass": not result.violations, "repeat_pass": result.repeatable}
+            if not result.repeatable:
+                notes.append(
+                    f"{REPEATS} runs on the same input gave different bits (a race? float atomics have no fixed order)"
+                )
+            bound = references.get_bound(gates.kernel_error.rounding)
+            compared = (decoded, references.exact, gates.kernel_error.bound_factor * bound, result.outputs)
+            worst = worst_element(*compared)
+            measured |= {"worst": worst, "elements": decoded.size}
+            if worst is not None and worst.wrong:
+                measured["error_map"] = map_errors(*compared)
+            bad_elements = int((~np.isfinite(decoded)).sum())
+            if bad_elements:
+                notes.append(f"{bad_elements} of {decoded.size} output elements are not finite or were never written")
+            else:
+                measured |= self._measure(gates, decoded)
+                measured["error_histogram"] = error_histogram(decoded, references.exact)
+                measured["bound_histogram"] = bound_histogram(decoded, references.exact, bound)
+        row = self._make_row(format_error, gates=held, **measured)
+        held = judge_row(row, gates.limits)
+        if not all(held.get(name, True) for name in _VALUE_GATES):
+            notes.append(str(row.worst))
+        if not isinstance(result, WorkerError):
+            notes += result.notes  # after the reasons of a failure
+        return msgspec.structs.replace(row, gates=held, notes=notes)
 
+    def _make_row(self, format_error: ErrorStats, **measured: Any) -> CorrectnessRow:
+        plan = self.plan
+        return CorrectnessRow(
+            shape=plan.shape.name,
+            dims=dict(plan.shape.dims),
+            seed=plan.seed,
+            variant=plan.variant,
+            drawn=plan.randomized,
+            own_shape=plan.randomized and not plan.new_shape,
+            inputs_digest=self.case.digest,
+            format_error=format_error,
+            case_bytes=self.case.nbytes,
+            **{"error": None, "kernel_error": None, "bound_ratio": None} | measured,
+        )
 
-def _relax_matched(references: References) -> References:
-    """Return the references for the problem's own reference, with a lower matched ratio if they come from a run."""
-    if not references.is_run:
-        return references
-    return replace(references, matched=min(references.matched, _OWN_REFERENCE_RATIO))
+    def _measure(self, gates: CaseGates, decoded: NDArray[np.float64]) -> dict[str, Any]:
+        """Return the errors of decoded values by their names in a row. All values must be finite."""
+        references, bad_abs_err = self.references, gates.error.bad_abs_err
+        error = error_stats(decoded, references.full, bad_abs_err)
+        same = references.exact is references.full
+        kernel_error = error if same else error_stats(decoded, references.exact, bad_abs_err)
+        bound = references.get_bound(gates.kernel_error.rounding)
+        ratios = (
+            worst_bound_ratio(got, exact, allowed, matched=references.matched, most=references.most)
+            for got, exact, allowed in zip(
+                *(split_outputs(references, array) for array in (decoded, references.exact, bound)), strict=True
+            )
+        )
+        return {"error": error, "kernel_error": kernel_error, "bound_ratio": float(np.max(list(ratios), initial=0.0))}
 
 
 def _find_invalid_booleans(outputs: Mapping[str, NDArray[Any]]) -> list[str]:
@@ -433,86 +453,6 @@ def _find_invalid_booleans(outputs: Mapping[str, NDArray[Any]]) -> list[str]:
     return [
         f"{count} elements of {name!r}, which is bool, are neither 0 nor 1" for name, count in counts.items() if count
     ]
-
-
-def _row(
-    case_plan: CasePlan,
-    case: Case,
-    references: References,
-    gates: CaseGates,
-    result: RunResult | WorkerError,
-    decoded: NDArray[np.float64] | None,
-) -> CorrectnessRow:
-    """Build an implementation's row of a case.
-
-    A kernel that did not run or wrote NaN fails and has no error statistics. If the device cannot run the case, the row
-    has no gates.
-    """
-    format_error = error_stats(references.exact, references.full, gates.error.bad_abs_err)
-    measured: dict[str, Any] = {}
-    held: dict[str, bool] = {}
-    notes = [str(result)] if isinstance(result, WorkerError) else [*result.violations]
-    if isinstance(result, UnsupportedByDeviceError):
-        pass
-    elif isinstance(result, WorkerError) or decoded is None:
-        held["ran_pass"] = False
-    else:
-        held |= {"memory_pass": not result.violations, "repeat_pass": result.repeatable}
-        if not result.repeatable:
-            notes.append(
-                f"{REPEATS} runs on the same input gave different bits (a race? float atomics have no fixed order)"
-            )
-        bound = references.get_bound(gates.kernel_error.rounding)
-        compared = (decoded, references.exact, gates.kernel_error.bound_factor * bound, result.outputs)
-        worst = worst_element(*compared)
-        measured |= {"worst": worst, "elements": decoded.size}
-        if worst is not None and worst.wrong:
-            measured["error_map"] = map_errors(*compared)
-        bad_elements = int((~np.isfinite(decoded)).sum())
-        if bad_elements:
-            notes.append(f"{bad_elements} of {decoded.size} output elements are not finite or were never written")
-        else:
-            measured |= _measure(references, gates, decoded)
-            measured["error_histogram"] = error_histogram(decoded, references.exact)
-            measured["bound_histogram"] = bound_histogram(decoded, references.exact, bound)
-    row = _make_row(case_plan, case, format_error, gates=held, **measured)
-    held = judge_row(row, gates.limits)
-    if not all(held.get(name, True) for name in _VALUE_GATES):
-        notes.append(str(row.worst))
-    if not isinstance(result, WorkerError):
-        notes += result.notes  # after the reasons of a failure
-    return msgspec.structs.replace(row, gates=held, notes=notes)
-
-
-def _make_row(case_plan: CasePlan, case: Case, format_error: ErrorStats, **measured: Any) -> CorrectnessRow:
-    return CorrectnessRow(
-        shape=case_plan.shape.name,
-        dims=dict(case_plan.shape.dims),
-        seed=case_plan.seed,
-        variant=case_plan.variant,
-        drawn=case_plan.randomized,
-        own_shape=case_plan.randomized and not case_plan.new_shape,
-        inputs_digest=case.digest,
-        format_error=format_error,
-        case_bytes=case.nbytes,
-        **{"error": None, "kernel_error": None, "bound_ratio": None} | measured,
-    )
-
-
-def _measure(references: References, gates: CaseGates, decoded: NDArray[np.float64]) -> dict[str, Any]:
-    """Return the errors of decoded values by their names in a row. All values must be finite."""
-    bad_abs_err = gates.error.bad_abs_err
-    error = error_stats(decoded, references.full, bad_abs_err)
-    same = references.exact is references.full
-    kernel_error = error if same else error_stats(decoded, references.exact, bad_abs_err)
-    bound = references.get_bound(gates.kernel_error.rounding)
-    ratios = (
-        worst_bound_ratio(got, exact, allowed, matched=references.matched, most=references.most)
-        for got, exact, allowed in zip(
-            *(split_outputs(references, array) for array in (decoded, references.exact, bound)), strict=True
-        )
-    )
-    return {"error": error, "kernel_error": kernel_error, "bound_ratio": float(np.max(list(ratios), initial=0.0))}
 
 
 def judge_row(row: CorrectnessRow, limits: Limits) -> dict[str, bool]:
@@ -560,12 +500,9 @@ def _parity(shape: Shape, seed: int, same_bits: bool, a: NDArray[np.float64], b:
 
 
 def _result(
-    outcome: CorrectnessOutcome,
-    sides: Sequence[BuiltSide],
-    emulated: Sequence[tuple[str, RunResult | WorkerError, CorrectnessRow]],
-    memory: MemoryChecks | None,
-    check_awaited: Callable[[BuiltSide], tuple[Status, str] | None] | None,
+    run: GateRun, emulated: Sequence[tuple[str, RunResult | WorkerError, CorrectnessRow]], memory: MemoryChecks | None
 ) -> GateResult:
+    outcome, sides = run.correctness, run.sides
     checks: list[tuple[str, str, str, Status]] = []
     reasons: list[str] = []
     unknown: list[str] = []
@@ -577,9 +514,9 @@ def _result(
         num_reasons, num_unknown = len(reasons), len(unknown)
         for row, more in group_by_cause(rows):
             if row.gates:
-                reasons.append(f"{_name_case(side, row)}: {_list_failures(row)}{more}")
+                reasons.append(f"{side.variant.name} {row.case}: {_list_failures(row)}{more}")
             else:
-                unknown.append(f"{_name_case(side, row)}: could not be run here: {'; '.join(row.notes)}{more}")
+                unknown.append(f"{side.variant.name} {row.case}: could not be run here: {'; '.join(row.notes)}{more}")
         counts.append(f"{side.variant.name} {passed}/{len(rows)}")
         checks.append(
             (
@@ -597,16 +534,16 @@ def _result(
                 "PENDING" if isinstance(result, UnsupportedByDeviceError) else "PASS" if row.passed else "FAIL"
             )
             actual = "; ".join(["no fault", *row.notes] if status == "PASS" else row.notes) or _list_failures(row)
-            checks.append((f"{_name_case(side, row)} on the emulator", "no fault", actual, status))
+            checks.append((f"{side.variant.name} {row.case} on the emulator", "no fault", actual, status))
             if status == "PENDING":
                 gap = actual
             emulator_statuses.append(status)
         judged = [row for result, row in emulator_rows if not isinstance(result, UnsupportedByDeviceError)]
         reasons += [
-            f"{_name_case(side, row)} on the emulator: {_list_failures(row)}{more}"
+            f"{side.variant.name} {row.case} on the emulator: {_list_failures(row)}{more}"
             for row, more in group_by_cause(judged)
         ]
-        if awaited := check_awaited(side) if check_awaited else None:
+        if awaited := check_awaited(side):
             status, actual = awaited
             checks.append((f"{side.variant.name}: {_AWAITED}", "before a thread ends", actual, status))
             if status == "FAIL":
@@ -658,11 +595,6 @@ def _result(
         checks=checks,
         unchecked=unchecked,
     )
-
-
-def _name_case(side: BuiltSide, row: CorrectnessRow) -> str:
-    variant = f" {row.variant}" if row.variant != NORMAL else ""
-    return f"{side.variant.name} {row.shape} seed {row.seed}{variant}"
 
 
 def group_by_cause(rows: Sequence[CorrectnessRow]) -> list[tuple[CorrectnessRow, str]]:
@@ -782,7 +714,7 @@ GATE = Gate(
     "CORRECTNESS",
     exit_code=13,
     after="RESOURCES",
-    check=_check,
+    check=check_cases,
     conclude=_conclude,
     sections=_list_sections,
     runs_kernels=True,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
 
 import msgspec
 
@@ -21,12 +20,11 @@ from greenfast.judge.timing.estimators import (
     AGAIN,
     MIN_PROCESSES,
     Interval,
-    resolution_us,
     speedup_row,
-    summary,
+    summarize,
     verdict,
 )
-from greenfast.judge.timing.interleaved import COLD, METHOD, WARM, Cell, Timed, measure
+from greenfast.judge.timing.interleaved import COLD, METHOD, WARM, Cell, measure
 from greenfast.spec.limits import compute_floor
 from greenfast.spec.problem import least_work
 
@@ -79,8 +77,6 @@ def time_sides(run: GateRun, timing: Timing, *, again: bool = False) -> Performa
     dims = {shape.name: dict(shape.dims) for shape in shapes}
     for (label, shape_name, seed, cache), timed in result.timed.items():
         if timed.samples:  # else all blocks were discarded
-            function_us = sides[label].programs[shape_name].program.function_us
-            measured = _summarize(timed, str(floors[shape_name, cache]), function_us)
             row = TimingRow(
                 shape=shape_name,
                 dims=dims[shape_name],
@@ -88,7 +84,14 @@ def time_sides(run: GateRun, timing: Timing, *, again: bool = False) -> Performa
                 method=METHOD,
                 cache=cache,
                 warmup_iters=timing.warmup_iters,
-                **measured,
+                timed_iters=len(timed.samples),
+                discarded_iters=timed.discarded,
+                block_medians_us=[[round(t, 3) for t in process] for process in timed.medians],
+                block_mhz=timed.read("sm_mhz"),
+                block_watts=[[round(w, 1) for w in process] for process in timed.read("power_w")],
+                floor=str(floors[shape_name, cache]),
+                function_us=round(sides[label].programs[shape_name].program.function_us, 3),
+                **summarize(timed.samples),
             )
             rows[label].append(row)
     return PerformanceOutcome(rows, clocks=result.clocks, order_seed=result.order_seed)
@@ -105,25 +108,6 @@ def _written_bytes(cell: Cell) -> int:
         sum(spec.nbytes for name, spec in case.outputs.items() if not spec.zeros and name not in case.inputs)
         for case in cell.cases.values()
     )
-
-
-def _summarize(timed: Timed, floor: str, function_us: float) -> dict[str, Any]:
-    s = summary(timed.samples)
-    return {
-        "timed_iters": len(timed.samples),
-        "discarded_iters": timed.discarded,
-        "p50_us": round(s.p50_us, 3),
-        "p90_us": round(s.p90_us, 3),
-        "mean_us": round(s.mean_us, 3),
-        "std_us": round(s.std_us, 3),
-        "iters_per_sec": round(s.iters_per_sec, 1),
-        "block_medians_us": [[round(t, 3) for t in process] for process in timed.medians],
-        "block_mhz": timed.read("sm_mhz"),
-        "block_watts": [[round(w, 1) for w in process] for process in timed.read("power_w")],
-        "floor": floor,
-        "resolution_us": round(resolution_us(timed.samples), 4),
-        "function_us": round(function_us, 3),
-    }
 
 
 def gated_shapes(shapes: Sequence[Shape], timing: Timing) -> list[str]:
@@ -169,7 +153,7 @@ def _check(run: GateRun) -> GateResult:
     except (WorkerError, ValueError) as e:  # ValueError: too few blocks remain
         return _fail(e.fault if isinstance(e, WorkerError) else str(e))
     run.timed = timed
-    return judge(timed.speedups, run.required_speedup)
+    return judge(timed.speedups)
 
 
 def _fail(reason: str) -> GateResult:
@@ -184,31 +168,18 @@ def _test_claim(
     again: Sequence[TimingRow],
 ) -> list[SpeedupRow]:
     """Return the speedups of the shapes for both cache states. Raises ValueError as ``speedup_row``."""
-    return [
-        speedup_row(
-            baseline,
-            candidate,
-            again,
-            shape,
-            cache,
-            confidence=claim.confidence,
-            required=claim.required or None,
-            gated=shape in claim.gated and cache == WARM,
-        )
-        for shape in shapes
-        for cache in (WARM, COLD)
-    ]
+    return [speedup_row(baseline, candidate, again, shape, cache, claim) for shape in shapes for cache in (WARM, COLD)]
 
 
-def judge(speedups: Sequence[SpeedupRow], required: float | None) -> GateResult:
+def judge(speedups: Sequence[SpeedupRow]) -> GateResult:
     """Return PASS if every gated row is FAST. A baseline with a slow replay makes the gate unchecked."""
     checks: list[tuple[str, str, str, Status]] = []
     reasons = []
     summaries = []
-    target = f">= {required:g}x" if required else "faster than the noise"
     for row in speedups:
         if not row.gated:
             continue
+        target = f">= {row.required:g}x" if row.required else "faster than the noise"
         text = f"{row.speedup:.3f}x [{row.ci_low:.3f}, {row.ci_high:.3f}], {row.verdict}"
         is_fast = row.verdict == "FAST"
         checks.append((f"{row.shape}, {row.cache} L2", target, text, "PASS" if is_fast else "FAIL"))
@@ -227,9 +198,9 @@ def judge(speedups: Sequence[SpeedupRow], required: float | None) -> GateResult:
     )
 
 
-def build_cached_performance(quoted: CachedTiming, required: float | None) -> GateResult:
+def build_cached_performance(quoted: CachedTiming) -> GateResult:
     """Build the PERFORMANCE result from cached speedups. Each line names the record that they come from."""
-    result = judge(quoted.speedups, required)
+    result = judge(quoted.speedups)
     source = describe_source(quoted)
     return msgspec.structs.replace(
         result,
@@ -268,10 +239,9 @@ def _conclude(record: Run, result: GateResult) -> GateResult:
     if not isinstance(record, Record):
         return conclude_checks(result)
     if record.speedups:
-        return judge(record.speedups, record.speedups[0].required or None)
+        return judge(record.speedups)
     if record.quoted is not None:
-        rows = record.quoted.speedups
-        return build_cached_performance(record.quoted, rows[0].required or None if rows else None)
+        return build_cached_performance(record.quoted)
     if result.status == "PASS":
         return pending("PERFORMANCE", "there are no speedups")
     return conclude_checks(result)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import msgspec
 
@@ -15,22 +15,15 @@ from greenfast.judge.pipeline import Gate, GateRun, conclude_checks
 from greenfast.judge.record_schema import BenchRecord, GateResult, Record, Run, Status
 from greenfast.judge.report import facts, formatting
 from greenfast.judge.report.formatting import Section
-from greenfast.judge.task import Budget, Rung, Shape
+from greenfast.judge.task import Budget, Rung
 
 _MOST_NAMED = 3  # variables in a message
 
 
-def _check(run: GateRun) -> GateResult:
-    requirements = {role: implementation.requirements for role, implementation in run.implementations.items()}
-    return check_budgets(run.sides, requirements, run.request.built_shapes)
-
-
-def check_budgets(sides: Sequence[BuiltSide], requirements: Mapping[str, Rung], shapes: Sequence[Shape]) -> GateResult:
-    """Check the resources of every kernel against the budget for its shape.
-
-    requirements: by role, the rung with the budgets. shapes: the shapes that the kernels were compiled for.
-    """
-    dims = {shape.name: shape.dims for shape in shapes}
+def check_budgets(run: GateRun) -> GateResult:
+    """Check the resources of every kernel against the budget for its shape."""
+    sides = run.sides
+    dims = {shape.name: shape.dims for shape in run.request.built_shapes}
     checks: list[tuple[str, str, str, Status]] = []
     reasons = []
     used = []
@@ -40,7 +33,7 @@ def check_budgets(sides: Sequence[BuiltSide], requirements: Mapping[str, Rung], 
             gate="RESOURCES", status="PENDING", summary=f"{unknown[0].source.name} is PTX, and {assembler.MISSING}"
         )
     for side in sides:
-        rung = requirements[side.role]
+        rung = run.implementations[side.role].requirements
         if not side.distinct:
             used.append(f"{side.variant.name} has no kernel of its own")
         for shape, kernel in side.distinct:
@@ -159,4 +152,4 @@ def resource_table(record: Run) -> str:
     return formatting.table(("side", "variant", "dims", *numbers), rows, right=numbers)
 
 
-GATE = Gate("RESOURCES", exit_code=12, after="BUILD", check=_check, conclude=_conclude, sections=_list_sections)
+GATE = Gate("RESOURCES", exit_code=12, after="BUILD", check=check_budgets, conclude=_conclude, sections=_list_sections)

@@ -103,12 +103,6 @@ def gate_line(record: Run, gate: str) -> str:
     return f"PENDING: the {gate} gate did not run"
 
 
-def commit(record: Run) -> str:
-    """Return the run's commit, shortened, with "(dirty)" for a modified tree."""
-    sha = record.git.sha if record.git.sha == "unknown" else record.git.sha[:10]
-    return f"{sha} (dirty)" if record.git.dirty else sha
-
-
 def device(record: Run) -> str:
     """Return the device's name, with its kind if it is not a GPU; "no device" if the run only compiled."""
     if record.device is None:
@@ -147,8 +141,7 @@ def speedup_line(rows: Sequence[SpeedupRow]) -> str:
 
 def describe_source(quote: CachedTiming) -> str:
     """Return device, day and commit of cached timings."""
-    sha = quote.git.sha if quote.git.sha == "unknown" else quote.git.sha[:10]
-    return f"quoted from {quote.device.name}, {quote.created[:10]}, commit {sha}{' (dirty)' if quote.git.dirty else ''}"
+    return f"quoted from {quote.device.name}, {quote.created[:10]}, commit {quote.git.short}"
 
 
 def cached_section(quote: CachedTiming) -> str:
@@ -165,7 +158,7 @@ def cached_section(quote: CachedTiming) -> str:
                 ("SHA-256 of the record", quote.sha256),
                 ("created", quote.created),
                 ("device", f"{quote.device.name}, driver {quote.device.driver}, CUDA {quote.device.cuda_version}"),
-                ("git", f"{quote.git.sha} on {quote.git.branch}, {'dirty' if quote.git.dirty else 'clean'}"),
+                ("git", quote.git.details),
                 ("command", quote.command),
             ],
         )

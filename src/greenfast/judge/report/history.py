@@ -118,7 +118,7 @@ def _point(path: str, record: Record | BenchRecord, shape: str, cache: str) -> P
     builds = [build for build in sides[-1].builds if shape in build.shapes] or sides[-1].builds
     return Point(
         created=record.created,
-        commit=facts.commit(record),
+        commit=record.git.short,
         decision=record.decision if isinstance(record, Record) else formatting.NONE,
         baseline_us=times[0] if len(times) > 1 else None,
         candidate_us=times[-1],

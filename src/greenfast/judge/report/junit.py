@@ -13,7 +13,6 @@ from xml.etree import ElementTree
 from greenfast.judge.record_schema import CorrectnessRow, GateResult, Record
 from greenfast.judge.report import facts, formatting
 from greenfast.spec.printable import printable
-from greenfast.spec.problem import NORMAL
 
 _FORBIDDEN = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 #: Length limit of the message attribute, because services show it in a list. The element's content is the whole text.
@@ -35,7 +34,7 @@ def junit(record: Record, exit_code: int) -> str:
         _gate(_test(suite, name, gate.gate), gate)
     for role, side in record.sides():
         for row in side.correctness:
-            _row(_test(suite, f"{name}.CORRECTNESS", _name(role, row)), row)
+            _row(_test(suite, f"{name}.CORRECTNESS", f"{role} {row.case}"), row)
     verdict = _test(suite, name, "verdict")
     if exit_code:
         failed = any(gate.status == "FAIL" for gate in record.gates)
@@ -60,7 +59,7 @@ def _properties(record: Record, exit_code: int) -> list[tuple[str, str]]:
         ("format", record.format),
         ("target", record.arch),
         ("device", facts.device(record)),
-        ("commit", facts.commit(record)),
+        ("commit", record.git.short),
         ("command", record.command),
         ("greenfast", record.package_version),
     ]
@@ -74,11 +73,6 @@ def _gate(test: ElementTree.Element, gate: GateResult) -> None:
         _add_result(test, "skipped", gate.gate, lines)
     else:
         ElementTree.SubElement(test, "system-out").text = "\n".join(lines)
-
-
-def _name(role: str, row: CorrectnessRow) -> str:
-    variant = f" {row.variant}" if row.variant != NORMAL else ""
-    return f"{role} {row.shape} seed {row.seed}{variant}"
 
 
 def _row(test: ElementTree.Element, row: CorrectnessRow) -> None:

@@ -82,7 +82,7 @@ def _caption(records: Sequence[Record], shape: str) -> str:
     )
     days = sorted({record.created[:10] for record in records})
     span = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
-    commits = list(dict.fromkeys(facts.commit(record) for record in records))
+    commits = list(dict.fromkeys(record.git.short for record in records))
     return (
         f"**{first.task}, {first.format}**, {first.arch} on {_machine(first)}; {span}; "
         f"commit{'s' if len(commits) > 1 else ''} {', '.join(commits)}.{where}"

@@ -78,7 +78,7 @@ def short_form(record: Record) -> str:
         *_headline(record),
         "Gates: " + (", ".join(f"{g.gate} {g.status}" for g in record.gates) or "PENDING: none ran"),
         "Why: " + ("; ".join(shown) or "no reason recorded"),
-        f"Device: {facts.device(record)}; commit {facts.commit(record)}; {record.created}",
+        f"Device: {facts.device(record)}; commit {record.git.short}; {record.created}",
         f"Reproduce: {formatting.code(record.command)}",
     ]
     sides = f"{formatting.code(record.baseline.variant)} -> {formatting.code(record.candidate.variant)}"
@@ -197,8 +197,7 @@ def _metadata(record: Run) -> str:
             (f"{kernel}: hash of the source", build.kernel_hash),
             (f"{kernel}: hash of the machine code", build.code_hash or formatting.NONE),
         ]
-    git = record.git
-    rows.append(("git", f"{git.sha} on {git.branch}, {'dirty' if git.dirty else 'clean'}"))
+    rows.append(("git", record.git.details))
     rows += _device(record)
     rows += [(f"clock: {name}", f"{value:g}") for name, value in sorted(record.clocks.items())]
     rows += sorted(record.environment.items())

@@ -26,6 +26,7 @@ from matplotlib.patches import Patch, Rectangle
 
 from greenfast.judge.record_schema import CorrectnessRow, ErrorMap, Histogram, Record, Side, SpeedupRow, TimingRow
 from greenfast.judge.report import facts, formatting
+from greenfast.spec.errors import MachineError, UsageError
 
 # Okabe and Ito's colours are distinct with every common colour blindness; markers differ too.
 BASELINE = ("#0072B2", "o", "baseline")
@@ -40,16 +41,16 @@ def save_plot(record: Record, path: Path) -> None:
 
     Left, a panel per deciding shape (at most 4): each block's median in microseconds, in the order of processes and
     blocks; marks in one column are of one interleaved block. Right: the speedups with their intervals, the requirement,
-    and the band of the noise floor. Raises ValueError for another suffix, OSError if the file cannot be written.
+    and the band of the noise floor. Raises UsageError for another suffix, MachineError if the file cannot be written.
     """
     if path.suffix not in (".png", ".svg"):
-        raise ValueError(f"a plot is .png or .svg, got {path.name!r}")
+        raise UsageError(f"--plot {path}: the name must end in .png or .svg")
     panels = facts.deciding_speedups(record.speedups)[:MAX_PANELS]
     height = max(4.6, 1.2 + 2.1 * len(panels), 1.9 + 0.62 * len(record.speedups)) if panels else 2.5
     figure = Figure(figsize=(13, height), layout="constrained")
     FigureCanvasAgg(figure)
     sides = f"{record.baseline.variant} -> {record.candidate.variant}"
-    where = f"{record.task}, {record.format}, {facts.device(record)}, commit {facts.commit(record)}"
+    where = f"{record.task}, {record.format}, {facts.device(record)}, commit {record.git.short}"
     figure.suptitle(f"{sides}: {record.decision}\n{where}", fontsize=13)
     if panels:
         grid = figure.add_gridspec(len(panels), 2, width_ratios=(1.2, 1))
@@ -61,7 +62,10 @@ def save_plot(record: Record, path: Path) -> None:
         figure.text(
             0.5, 0.3, "not timed; " + shorten(facts.gate_line(record, "PERFORMANCE"), 120), ha="center", fontsize=14
         )
-    figure.savefig(path, dpi=120)
+    try:
+        figure.savefig(path, dpi=120)
+    except OSError as e:
+        raise MachineError(f"{path} cannot be written ({e.strerror})") from e
 
 
 def _draw_legend(figure: Figure, record: Record) -> None:

@@ -18,7 +18,8 @@ import numpy as np
 import numpy.typing as npt
 from scipy.special import ndtri, stdtrit  # scipy.stats would take a second more to import
 
-from greenfast.judge.record_schema import SpeedupRow, SpeedVerdict, TimingRow
+from greenfast.judge.record_schema import Claim, SpeedupRow, SpeedVerdict, TimingRow
+from greenfast.judge.timing.interleaved import WARM
 
 Samples: TypeAlias = Sequence[float] | npt.NDArray[np.floating]
 Blocks: TypeAlias = Sequence[Samples] | npt.NDArray[np.floating]
@@ -39,17 +40,6 @@ class Interval:
     estimate: float
     low: float
     high: float
-
-
-@dataclass(frozen=True)
-class Summary:
-    """Location and spread of timed iterations; ``std_us`` has n - 1 in the denominator, the rate is 1 / mean."""
-
-    p50_us: float
-    p90_us: float
-    mean_us: float
-    std_us: float
-    iters_per_sec: float
 
 
 def speedup_interval(
@@ -155,20 +145,22 @@ def verdict(interval: Interval, *, noise_floor: float, required: float) -> Speed
     return "INCONCLUSIVE"
 
 
-def summary(samples_us: Samples) -> Summary:
-    """Return p50, p90, mean and standard deviation in microseconds, and the rate of timed iterations.
+def summarize(samples_us: Samples) -> dict[str, float]:
+    """Return the figures of timed launches by the names of ``TimingRow``, rounded.
 
+    The standard deviation has n - 1 in the denominator, the rate is 1 / mean.
     Raises ValueError for empty, non-finite or non-positive samples.
     """
     samples = _check_times(samples_us, "samples_us")
     mean = float(np.mean(samples))
-    return Summary(
-        p50_us=float(np.quantile(samples, 0.5)),
-        p90_us=float(np.quantile(samples, 0.9)),
-        mean_us=mean,
-        std_us=float(np.std(samples, ddof=1)) if len(samples) > 1 else 0.0,
-        iters_per_sec=1e6 / mean,
-    )
+    return {
+        "p50_us": round(float(np.quantile(samples, 0.5)), 3),
+        "p90_us": round(float(np.quantile(samples, 0.9)), 3),
+        "mean_us": round(mean, 3),
+        "std_us": round(float(np.std(samples, ddof=1)), 3) if len(samples) > 1 else 0.0,
+        "iters_per_sec": round(1e6 / mean, 1),
+        "resolution_us": round(resolution_us(samples), 4),
+    }
 
 
 def pool_seeds(per_seed: Sequence[Blocks]) -> list[list[float]]:
@@ -257,10 +249,7 @@ def speedup_row(
     again: Sequence[TimingRow],
     shape: str,
     cache: str,
-    *,
-    confidence: float,
-    required: float | None,
-    gated: bool,
+    claim: Claim,
 ) -> SpeedupRow:
     """Return the speedup, interval, noise floor and verdict of one shape over all seeds, from the timing rows.
 
@@ -274,7 +263,8 @@ def speedup_row(
         asked = max((len(row.block_medians_us) for row in _rows(baseline, shape, cache)), default=0)
         kept = f"{shape}, {cache} L2: only {len(one)} of {asked} processes have timings"
         raise ValueError(f"{kept}; a claim needs at least {MIN_PROCESSES}")
-    exact = speedup_interval(one, other, confidence=confidence)
+    gated = shape in claim.gated and cache == WARM
+    exact = speedup_interval(one, other, confidence=claim.confidence)
     interval = Interval(round(exact.estimate, 4), round(exact.low, 4), round(exact.high, 4))
     floor = noise_floor(one, _blocks(again, shape, cache))
     sides = [row for side in (baseline, candidate, again) for row in _rows(side, shape, cache)]
@@ -286,11 +276,11 @@ def speedup_row(
         speedup=interval.estimate,
         ci_low=interval.low,
         ci_high=interval.high,
-        confidence=confidence,
+        confidence=claim.confidence,
         noise_floor=floor,
-        required=required or 0.0,
+        required=claim.required,
         gated=gated,
-        verdict=verdict(interval, noise_floor=floor, required=required or 0.0),
+        verdict=verdict(interval, noise_floor=floor, required=claim.required),
         processes=len(one),
         blocks=sum(len(process) for process in one),
         slow_replay=_slow_replay(_rows(baseline, shape, cache), float(np.median(np.concatenate(one)))) if gated else "",

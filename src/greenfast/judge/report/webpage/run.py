@@ -101,7 +101,7 @@ def identity(record: Run, sha256: str) -> list[tuple[str, str]]:
         ("device", facts.device(record) + driver),
         ("date", record.created),
         ("target and format", f"{record.arch}, {record.format}"),
-        ("commit of greenfast", facts.commit(record)),
+        ("commit of greenfast", record.git.short),
     ]
     for name, side in record.sides():
         if side.solution is not None and side.solution.commit:
@@ -253,7 +253,7 @@ def _compare_values(got: float | None, expected: float | None) -> str:
 def repeat(record: Run) -> list[Markup]:
     """Return the command, the versions and the seeds for repeating a run."""
     versions = ", ".join(f"{name} {version}" for name, version in sorted(record.environment.items()))
-    text = f"With greenfast {record.package_version} at commit {record.git.sha}{' (dirty)' if record.git.dirty else ''}"
+    text = f"With greenfast {record.package_version} at commit {record.git}"
     seeds = sorted({row.seed for _, side in record.sides() for row in side.correctness})
     return [
         code(record.command),
