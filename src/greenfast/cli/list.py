@@ -8,7 +8,7 @@ import json
 import msgspec
 
 from greenfast.cli.console import show, table
-from greenfast.judge.task import TaskConfig, choices, find_task, load, load_task, task_folders
+from greenfast.judge.task import TaskConfig, choices, find_task, known_tasks, load
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import UsageError
 
@@ -32,14 +32,14 @@ def run(args: argparse.Namespace) -> int:
 def _list_tasks(as_json: bool) -> int:
     """List the tasks. A task with an invalid config is listed with its error, and the exit code is 2."""
     rows, code = [], 0
-    for folder in task_folders():
-        try:
-            config = load_task(folder).config
-            shapes = ", ".join(f"{s.name} ({', '.join(s.aliases)})" if s.aliases else s.name for s in config.shapes)
-            rows.append((config.name, config.description, shapes, str(folder)))
-        except UsageError as e:
-            code = e.exit_code
-            rows.append((folder.name, f"invalid: {e}", "", str(folder)))
+    for folder, task in known_tasks():
+        if isinstance(task, UsageError):
+            code = task.exit_code
+            rows.append((folder.name, f"invalid: {task}", "", str(folder)))
+            continue
+        config = task.config
+        shapes = ", ".join(f"{s.name} ({', '.join(s.aliases)})" if s.aliases else s.name for s in config.shapes)
+        rows.append((config.name, config.description, shapes, str(folder)))
     if as_json:
         keys = ("name", "description", "shapes", "folder")
         print(json.dumps([dict(zip(keys, row, strict=True)) for row in rows], indent=2))

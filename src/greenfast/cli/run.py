@@ -142,7 +142,7 @@ def _run_script(args: argparse.Namespace, findings: Findings) -> RunReport:
     target, error = args.target or "sm_90", ""
     with contextlib.ExitStack() as stack:
         if args.json:
-            stack.enter_context(_output_to_stderr())
+            stack.enter_context(contextlib.redirect_stdout(sys.stderr))
         stack.enter_context(_own_arguments(args))
         activation = stack.enter_context(
             activate(
@@ -209,12 +209,6 @@ def _own_arguments(args: argparse.Namespace) -> Iterator[None]:
         yield
     finally:
         sys.argv, sys.path = argv, path
-
-
-@contextlib.contextmanager
-def _output_to_stderr() -> Iterator[None]:
-    with contextlib.redirect_stdout(sys.stderr):
-        yield
 
 
 def _print_traceback(error: Exception) -> None:

@@ -25,7 +25,7 @@ from greenfast.evolve.workers import describe_gpus, make_gpu_workers, make_worke
 from greenfast.judge.check_plan import fits_dims
 from greenfast.judge.implementation import build_implementation
 from greenfast.judge.request import EMULATOR, choose_devices, git_state, now, package_versions
-from greenfast.judge.store import check_writable, to_json, write_whole
+from greenfast.judge.store import check_writable, make_stamped, to_json, write_whole
 from greenfast.judge.subject import find_baseline
 from greenfast.judge.task import load
 from greenfast.spec.errors import MachineError, UsageError
@@ -86,18 +86,12 @@ def start(out: Path, manifest: Manifest) -> tuple[Path, Manifest]:
         environment=package_versions(),
     )
     check_writable(out)
-    stamp = f"evolve-{config.name}-{now().strftime('%Y%m%d-%H%M%S')}"
-    for attempt in range(1, 1000):
-        folder = out / (stamp if attempt == 1 else f"{stamp}-{attempt}")
-        try:
-            folder.mkdir()
-        except FileExistsError:
-            continue
-        except OSError as e:
-            raise MachineError(f"{folder} cannot be made ({e.strerror})") from e
-        write_manifest(folder, manifest)
-        return folder, manifest
-    raise MachineError(f"{out}: a thousand runs of one second")
+    try:
+        folder = make_stamped(out, f"evolve-{config.name}-{now().strftime('%Y%m%d-%H%M%S')}", Path.mkdir)
+    except OSError as e:
+        raise MachineError(f"a folder in {out} cannot be made ({e.strerror})") from e
+    write_manifest(folder, manifest)
+    return folder, manifest
 
 
 def describe_version_change(manifest: Manifest) -> str:

@@ -40,7 +40,7 @@ except ImportError as e:
 try:
     from greenfast.judge.profiling import ncu
     from greenfast.judge.request import GIT_SHA_VARIABLE, git_state
-    from greenfast.judge.task import TASKS_VARIABLE, TaskConfig, load_task, task_folders
+    from greenfast.judge.task import TASKS_VARIABLE, Task, TaskConfig, known_tasks
 except ImportError as e:
     _NO_JUDGE = str(e)
 
@@ -295,12 +295,13 @@ def _tool(name: str, path: str | None, use: str, package: str) -> Diagnosis:
 
 def tasks_and_variables(environment: Mapping[str, str]) -> list[Diagnosis]:
     """Report the known tasks and the environment variables that affect greenfast."""
-    configs, broken = [], []
-    for folder in task_folders():
-        try:
-            configs.append(load_task(folder).config)
-        except UsageError as e:
-            broken.append(Diagnosis(f"task {folder.name}", "OPTIONAL", "its config does not hold", str(e)))
+    tasks = known_tasks()
+    configs = [task.config for _, task in tasks if isinstance(task, Task)]
+    broken = [
+        Diagnosis(f"task {folder.name}", "OPTIONAL", "its config does not hold", str(error))
+        for folder, error in tasks
+        if isinstance(error, UsageError)
+    ]
     names = ", ".join(config.name for config in configs)
     remedy = "" if names else "reinstall greenfast with its tasks, or repair the tasks named below"
     known = Diagnosis("tasks", "OK" if names else "MISSING", names or "none", remedy)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
-from greenfast.device.session import Block, Executable, KernelImage, RunResult, Started, same_bits
+from greenfast.device.session import Executable, KernelImage, RunResult, same_bits
 from greenfast.emulator.grid import KernelLaunch, load_program, run_chain, run_grid
 from greenfast.emulator.kernel_run import REPEAT_THREADS
 from greenfast.emulator.program import Program
@@ -83,21 +82,11 @@ class EmulatorSession:
         """Raise MachineError: the emulator checks memory in every run."""
         raise MachineError("the emulator checks each access in every run")
 
-    def prepare(self, key: str, executable: Executable, cases: Sequence[Case], warmup: int, seed: int) -> Started:
-        """Refuse: nothing can be timed here."""
+    def refuse_timing(self, *_: object) -> NoReturn:
+        """Raise MachineError: nothing can be timed here."""
         raise MachineError(_NO_TIME)
 
-    def time(self, key: str, warmup: int, iters: int, cold: bool, seed: int) -> Block:
-        """Refuse: nothing can be timed here."""
-        raise MachineError(_NO_TIME)
-
-    def finish(self, key: str) -> None:
-        """Refuse: nothing can be timed here."""
-        raise MachineError(_NO_TIME)
-
-    def phases(self, executable: Executable, case: Case, repeats: int) -> dict[str, float]:
-        """Refuse: nothing can be timed here."""
-        raise MachineError(_NO_TIME)
+    prepare = time = finish = phases = refuse_timing
 
     def phase_counts(self, executable: Executable, case: Case) -> dict[str, KernelCounts]:
         """Return the counts of each phase of an instrumented build.

@@ -77,7 +77,7 @@ def build_implementation(
         gpu=request.ordinal if isinstance(request.ordinal, int) else None,
         is_reference=is_reference,
         results=request.out,
-        commit="" if git.sha == "unknown" else f"{git.sha}{' (dirty)' if git.dirty else ''}",
+        commit="" if git.sha == "unknown" else str(git),
     )
 
 
@@ -86,7 +86,7 @@ def build_rung_implementation(task: LoadedTask, variant: Variant) -> Implementat
 
     Toggles that belong to no rung have the requirements of the task's default candidate.
     """
-    rung = next((r for r in task.config.rungs if r.name == variant.name), None)
+    rung = task.config.find_rung(variant)
     requirements = rung or task.config.rung(task.config.defaults.candidate)
     return Implementation(variant, task.family, requirements, rung, sandbox=tuple(getattr(task.family, "sandbox", ())))
 

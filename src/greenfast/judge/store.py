@@ -103,6 +103,23 @@ def check_output_file(file: Path | None, option: str) -> None:
     check_writable(file.parent, option)
 
 
+def make_stamped(parent: Path, stamp: str, make: Callable[[Path], object]) -> Path:
+    """Make ``parent/<stamp>`` by calling ``make``, or ``<stamp>-2`` and so on if it exists. Return the folder.
+
+    Raises the OSError of ``make`` for a folder that does not exist.
+    """
+    for attempt in range(1, 1000):
+        folder = parent / (stamp if attempt == 1 else f"{stamp}-{attempt}")
+        try:
+            make(folder)
+        except OSError:
+            if not folder.exists():
+                raise
+            continue
+        return folder
+    raise MachineError(f"{parent}: a thousand runs of the second {stamp}")
+
+
 @contextlib.contextmanager
 def new_run_folder(parent: Path, stamp: str) -> Iterator[tuple[Path, Callable[[], Path]]]:
     """Yield a temporary folder, and a function that renames it to ``parent/<stamp>`` in one step.
@@ -116,21 +133,10 @@ def new_run_folder(parent: Path, stamp: str) -> Iterator[tuple[Path, Callable[[]
     except OSError as e:
         raise MachineError(f"results folder {parent} cannot be written ({e.strerror})") from e
 
-    def publish() -> Path:
-        for attempt in range(1, 1000):
-            final = parent / (stamp if attempt == 1 else f"{stamp}-{attempt}")
-            try:
-                os.rename(work, final)  # Fails if the folder exists, because published folders are not empty.
-            except OSError:
-                if not final.exists():
-                    raise
-                continue
-            return final
-        raise MachineError(f"{parent}: a thousand runs of the second {stamp}")
-
     try:
         work.chmod(0o755)
-        yield work, publish
+        # A rename fails if the folder exists, because published folders are not empty.
+        yield work, lambda: make_stamped(parent, stamp, lambda folder: os.rename(work, folder))
     except OSError as e:
         raise MachineError(f"the run could not be saved in {parent}: {e}") from e
     finally:

@@ -70,8 +70,8 @@ def find_subject(
     config = task.config
     if is_variant:
         variant = config.variant(candidate or config.defaults.candidate)
-        rung = next((rung for rung in config.rungs if rung.name == variant.name), None)
-        baseline = baseline or (rung.after if rung is not None and candidate else None)
+        rung = config.find_rung(variant) if candidate else None
+        baseline = baseline or (rung.after if rung else None)
     return Subject(
         task,
         baseline=find_baseline(task, baseline, out),

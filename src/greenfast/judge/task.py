@@ -7,7 +7,6 @@ msgspec checks every key, type and bound against the types below when a file is 
 from __future__ import annotations
 
 import codecs
-import contextlib
 import importlib
 import importlib.util
 import os
@@ -310,6 +309,10 @@ class TaskConfig(_Strict, frozen=True, kw_only=True):
                 return rung
         raise unknown(f"variant of task {self.name}", name, (r.name for r in self.rungs))
 
+    def find_rung(self, variant: Variant) -> Rung | None:
+        """Return the rung with the name of a variant; None if it is none of the task's."""
+        return next((rung for rung in self.rungs if rung.name == variant.name), None)
+
     def gates(self, fmt: str) -> FormatGates:
         """Return the correctness gates of a format. Raises UsageError with the known formats."""
         if fmt not in self.formats:
@@ -473,13 +476,20 @@ def task_folders() -> list[Path]:
     return list(folders.values())
 
 
+def known_tasks() -> list[tuple[Path, Task | UsageError]]:
+    """Return the folder of each known task with the task, or with the error of its config."""
+    tasks: list[tuple[Path, Task | UsageError]] = []
+    for folder in task_folders():
+        try:
+            tasks.append((folder, load_task(folder)))
+        except UsageError as e:
+            tasks.append((folder, e))
+    return tasks
+
+
 def task_names() -> list[str]:
     """Return the names of the known tasks with a valid config."""
-    names = []
-    for folder in task_folders():
-        with contextlib.suppress(UsageError):
-            names.append(load_task(folder).config.name)
-    return names
+    return [task.config.name for _, task in known_tasks() if isinstance(task, Task)]
 
 
 def is_task(name: str) -> bool:
@@ -496,20 +506,16 @@ def find_task(name: str) -> Task:
     """
     if os.sep in name or (Path(name) / CONFIG_NAME).is_file():
         return load_task(Path(name))
-    known = []
     broken: list[UsageError] = []
-    for folder in task_folders():
-        try:
-            task = load_task(folder)
-        except UsageError as e:  # Another task's invalid config must not hide the requested task.
-            if folder.name == name:
-                raise
-            broken.append(e)
-            continue
-        known.append(task.config.name)
-        if name in (task.config.name, folder.name):
-            return task
-    error = unknown("task", name, known)
+    for folder, task in known_tasks():
+        if isinstance(task, Task):
+            if name in (task.config.name, folder.name):
+                return task
+        elif folder.name == name:
+            raise task
+        else:  # Another task's invalid config must not hide the requested task.
+            broken.append(task)
+    error = unknown("task", name, task_names())
     raise UsageError("; ".join([f"{error}, or a task's folder", *map(str, broken)]))
 
 

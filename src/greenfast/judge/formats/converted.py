@@ -46,14 +46,32 @@ def safe_name(text: str) -> str:
     return _NAME.sub("_", text)[:200].strip("_.+-") or "unnamed"
 
 
-def write_problem(folder: Path, files: Mapping[str, str | bytes]) -> Path:
-    """Write a converted problem; return its folder. An earlier problem of the same name may have another format.
+def problem_module(about: str, module: str, kind: str, arguments: str) -> str:
+    """Return the problem.py of a converted problem: it makes a problem of a class in ``judge.formats``.
 
-    Its files would decide which solutions are taken, so they are removed. Other files stay, such as kept records.
+    about: the problem in words. arguments: of the class, as Python.
+    """
+    return f'''"""{about}; only a tolerance is known of its errors."""
+
+from pathlib import Path
+
+from greenfast.judge.formats.{module} import {kind}
+
+_problem = {kind}({arguments})
+make_case, references, decode = _problem.make_case, _problem.references, _problem.decode
+'''
+
+
+def write_problem(folder: Path, files: Mapping[str, str | bytes], reference: Mapping[str, str | bytes]) -> Path:
+    """Write a converted problem and its baseline; return its folder.
+
+    An earlier problem of the same name may have another format. Its files would decide which solutions are taken, so
+    they are removed. Other files stay, such as kept records.
     """
     for name in (DEFINITION, WORKLOADS, ORIGINAL, SETTINGS, TEST):
         (folder / name).unlink(missing_ok=True)
     shutil.rmtree(folder / REFERENCE, ignore_errors=True)
+    write_files(folder / REFERENCE, reference)
     return write_files(folder, files)
 
 

@@ -24,6 +24,7 @@ from greenfast.judge.formats.converted import (
     WORKLOADS,
     Files,
     callable_config,
+    problem_module,
     safe_name,
     task_config,
     write_problem,
@@ -34,15 +35,6 @@ from greenfast.judge.task import CONFIG_NAME
 from greenfast.spec.errors import UsageError
 from greenfast.spec.files import read_file
 
-_PROBLEM = '''"""{name}: read from {definition}, by its own reference; only a tolerance is known of its errors."""
-
-from pathlib import Path
-
-from greenfast.judge.formats.defined import DefinedProblem
-
-_problem = DefinedProblem(Path(__file__).parent, Path({root!r}))
-make_case, references, decode = _problem.make_case, _problem.references, _problem.decode
-'''
 _EXTENSION = '''"""Builds the solution's sources as a PyTorch extension, with nvcc, when it is imported."""
 
 from pathlib import Path
@@ -189,11 +181,8 @@ class BuildSpec(msgspec.Struct, frozen=True):
     """How a solution is built and called."""
 
     entry_point: str
-    language: str = ""
-    languages: list[str] = []
     destination_passing_style: bool = True
     binding: str | None = None
-    compile_options: dict[str, Any] | None = None
 
 
 class ForeignSolution(msgspec.Struct, frozen=True):
@@ -204,7 +193,6 @@ class ForeignSolution(msgspec.Struct, frozen=True):
     author: str
     spec: BuildSpec
     sources: Annotated[list[SourceFile], Meta(min_length=1)]
-    description: str | None = None
 
 
 class _TracedWorkload(msgspec.Struct, frozen=True):
@@ -315,18 +303,20 @@ def import_problem(path: Path, parent: Path, workloads_file: Path | None = None)
         return None
     workloads_file, root = (workloads_file, workloads_file.parent) if workloads_file else find_workloads(path)
     definition, workloads = read_definition(path), read_workloads(workloads_file)
-    names = {"name": safe_name(definition.name), "definition": safe_name(path.name)}
+    name = safe_name(definition.name)
+    about = f"{name}: read from {safe_name(path.name)}, by its own reference"
+    paths = f"Path(__file__).parent, Path({str(root.resolve())!r})"
     return write_problem(
-        parent / safe_name(definition.name),
+        parent / name,
         {
             DEFINITION: path.read_bytes(),
             WORKLOADS: workloads_file.read_bytes(),
-            "problem.py": _PROBLEM.format(**names, root=str(root.resolve())),
+            "problem.py": problem_module(about, "defined", "DefinedProblem", paths),
             CONFIG_NAME: task_config(definition.name, definition.description or "", _shapes(definition, workloads)),
-            f"{REFERENCE}/reference.py": definition.reference + "\n",
-            f"{REFERENCE}/solution.json": _solution(
-                REFERENCE, "reference.py", "run", definition, workloads, writes=False
-            ),
+        },
+        reference={
+            "reference.py": definition.reference + "\n",
+            "solution.json": _solution(REFERENCE, "reference.py", "run", definition, workloads, writes=False),
         },
     )
 

@@ -16,6 +16,7 @@ from greenfast.judge.formats.converted import (
     SETTING,
     Files,
     callable_config,
+    problem_module,
     safe_name,
     task_config,
     write_problem,
@@ -26,15 +27,6 @@ from greenfast.spec.files import read_file
 
 MODEL, NEW_MODEL = "Model", "ModelNew"
 
-_PROBLEM = '''"""{name}: a problem of KernelBench; only a tolerance is known of its errors."""
-
-from pathlib import Path
-
-from greenfast.judge.formats.defined import ModelProblem
-
-_problem = ModelProblem(Path(__file__).with_name("{original}"))
-make_case, references, decode = _problem.make_case, _problem.references, _problem.decode
-'''
 _ENTRY = '''"""Makes the model as KernelBench does, and calls it."""
 
 import torch
@@ -77,15 +69,16 @@ def import_problem(path: Path, parent: Path) -> Path | None:
     if missing:
         raise UsageError(f"{path}: has no function {', '.join(sorted(missing))}; a KernelBench problem has it")
     shape = {"name": "as_given", "dims": {SETTING: 1}, "purpose": "the shape that get_inputs makes"}
-    reference = _model_files(REFERENCE, text, "original", MODEL)
+    name = safe_name(path.stem)
+    model = f'Path(__file__).with_name("{ORIGINAL}")'
     return write_problem(
-        parent / safe_name(path.stem),
+        parent / name,
         {
             ORIGINAL: text,
-            "problem.py": _PROBLEM.format(name=safe_name(path.stem), original=ORIGINAL),
+            "problem.py": problem_module(f"{name}: a problem of KernelBench", "defined", "ModelProblem", model),
             CONFIG_NAME: task_config(path.stem, "", [shape]),
-            **{f"{REFERENCE}/{name}": content for name, content in reference.items()},
         },
+        reference=_model_files(REFERENCE, text, "original", MODEL),
     )
 
 

@@ -20,6 +20,7 @@ from greenfast.judge.formats.converted import (
     SETTINGS,
     Files,
     callable_config,
+    problem_module,
     safe_name,
     task_config,
     write_problem,
@@ -31,15 +32,6 @@ from greenfast.spec.files import read_file
 #: The files of a problem. A converted folder has ``SETTINGS``, because its own config has the name of the settings.
 FUNCTION, GIVEN_SETTINGS = "func_forward.py", "config_forward.json"
 KERNEL = "kernel.cu"
-_PROBLEM = '''"""{name}: a problem of robust-kbench; only a tolerance is known of its errors."""
-
-from pathlib import Path
-
-from greenfast.judge.formats.defined import RobustProblem
-
-_problem = RobustProblem(Path(__file__).with_name("{original}"), Path(__file__).with_name("{settings}"))
-make_case, references, decode = _problem.make_case, _problem.references, _problem.decode
-'''
 _ENTRY = '''"""Makes the model as robust-kbench does, and calls it{use}."""
 
 import torch
@@ -125,16 +117,17 @@ def import_problem(path: Path, parent: Path) -> Path | None:
         shape = safe_name(f"{number}_{values}" if values else str(number))[:60].strip("_.+-")
         purpose = "its default" if number <= single else "a further setting"
         shapes.append({"name": shape, "dims": {SETTING: number}, "purpose": purpose})
-    name, reference = safe_name(folder.resolve().name), _model_files(REFERENCE, text, settings, "")
+    name = safe_name(folder.resolve().name)
+    paths = ", ".join(f'Path(__file__).with_name("{file}")' for file in (ORIGINAL, SETTINGS))
     return write_problem(
         parent / name,
         {
             ORIGINAL: text,
             SETTINGS: read_file(folder / GIVEN_SETTINGS),
-            "problem.py": _PROBLEM.format(name=name, original=ORIGINAL, settings=SETTINGS),
+            "problem.py": problem_module(f"{name}: a problem of robust-kbench", "defined", "RobustProblem", paths),
             CONFIG_NAME: task_config(name, "", shapes, single),
-            **{f"{REFERENCE}/{file}": content for file, content in reference.items()},
         },
+        reference=_model_files(REFERENCE, text, settings, ""),
     )
 
 

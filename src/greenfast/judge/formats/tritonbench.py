@@ -19,6 +19,7 @@ from greenfast.judge.formats.converted import (
     TEST,
     Files,
     callable_config,
+    problem_module,
     safe_name,
     task_config,
     write_problem,
@@ -92,17 +93,6 @@ def _find_by_description(folder: Path, rows: Sequence[dict[str, Any]]) -> Iterat
         yield same[0] if len(same) == 1 else ""
 
 
-_PROBLEM = '''"""{name}: a problem of TritonBench; only a tolerance is known of its errors."""
-
-from pathlib import Path
-
-from greenfast.judge.formats.test_calls import CallProblem
-
-_problem = CallProblem(Path(__file__).parent)
-make_case, references, decode = _problem.make_case, _problem.references, _problem.decode
-'''
-
-
 def import_problem(path: Path, parent: Path) -> Path | None:
     """Write the task folder of a problem below ``parent`` and return it; None for a file of another format.
 
@@ -115,12 +105,14 @@ def import_problem(path: Path, parent: Path) -> Path | None:
     if not test.strip():
         raise UsageError(f"{path}: has no test after its line of #; a problem of TritonBench has one")
     name = safe_name(path.stem)
-    folder = write_problem(parent / name, {f"{REFERENCE}/{PROGRAM}": program, TEST: test})
+    folder = write_problem(parent / name, {TEST: test}, reference={PROGRAM: program})
     problem = importlib.import_module("greenfast.judge.formats.test_calls").CallProblem(folder)  # it imports PyTorch
     return write_files(
         folder,
         {
-            "problem.py": _PROBLEM.format(name=name),
+            "problem.py": problem_module(
+                f"{name}: a problem of TritonBench", "test_calls", "CallProblem", "Path(__file__).parent"
+            ),
             CONFIG_NAME: task_config(name, f"TritonBench's {name}", problem.shapes, left_out=problem.left_out),
             f"{REFERENCE}/{ENTRY}": problem.entry,
             f"{REFERENCE}/solution.json": _call_solution(REFERENCE, problem.arguments),

@@ -22,12 +22,11 @@ from greenfast.emulator.triton.activation import Activation, parse_target
 from greenfast.emulator.triton.cuda_tensors import without_modes
 from greenfast.emulator.triton.storage import MemoryRegion, Regions
 from greenfast.judge.solution.capture import MAX_STATE_BYTES, WARM_UP, match_results
-from greenfast.judge.solution.languages.compiled import parse_exclusive_target, without_folders
+from greenfast.judge.solution.languages.compiled import build_ptx_kernel, without_folders
 from greenfast.judge.solution.tensor_operations import encode_values, find_written, is_repeatable
 from greenfast.spec.errors import MachineError, UnsupportedError, UsageError
 from greenfast.spec.kernel import (
     Argument,
-    KernelSource,
     Launch,
     Packed,
     Program,
@@ -204,16 +203,7 @@ class Recording(Activation):
         with without_modes():
             names = {region.name: self._find(region).name for region in regions.regions}
         ptx = without_folders(step.ptx)
-        kernel = KernelSource(
-            entry=step.entry,
-            source=ptx,
-            name=f"{step.entry}.ptx",
-            include_dirs=(),
-            block=step.block,
-            dynamic_smem_bytes=step.dynamic_smem_bytes,
-            requires=parse_exclusive_target(ptx),
-            language="ptx",
-        )
+        kernel = build_ptx_kernel(f"{step.entry}.ptx", step.entry, ptx, step.block, step.dynamic_smem_bytes)
         launch = _rename(step.plan, names)
         parsed = load_program(ptx, step.entry)[1].function
         written = find_written_pointers(parsed)

@@ -12,6 +12,7 @@ from types import ModuleType
 
 from greenfast.spec.errors import MachineError, UsageError
 from greenfast.spec.extras import require
+from greenfast.spec.kernel import KernelSource
 
 #: A .file directive: its folder, and its name, with Triton's package for Triton's own files.
 _FILE = re.compile(r'^(\s*\.file\s+\d+\s+")[^"\n]*?((?:triton/language/)?[^/"\n]+")', re.MULTILINE)
@@ -47,10 +48,26 @@ def parse_parameters(ptx: str) -> list[str]:
     return [text.strip() for text in entry[1].split(",") if ".param" in text] if entry else []
 
 
-def parse_exclusive_target(ptx: str) -> str:
+def _parse_exclusive_target(ptx: str) -> str:
     """Return the only target of a PTX text, such as "sm_90a"; empty if newer targets support its instructions too."""
     target = re.search(r"^\.target\s+(\w+)", ptx, re.MULTILINE)
     return target[1] if target and target[1].endswith("a") else ""
+
+
+def build_ptx_kernel(
+    name: str, entry: str, ptx: str, block: tuple[int, int, int], dynamic_smem_bytes: int
+) -> KernelSource:
+    """Return a compiled kernel. name: of its source, for messages. ptx: without folders."""
+    return KernelSource(
+        entry=entry,
+        source=ptx,
+        name=name,
+        include_dirs=(),
+        block=block,
+        dynamic_smem_bytes=dynamic_smem_bytes,
+        requires=_parse_exclusive_target(ptx),
+        language="ptx",
+    )
 
 
 def import_family(folder: Path, file: str, module: str) -> ModuleType:

@@ -20,8 +20,8 @@ import numpy as np
 from greenfast.device.compiler import entries
 from greenfast.judge.solution.cuda_program import build_workspaces, evaluate_constants, evaluate_launch
 from greenfast.judge.solution.languages.compiled import (
+    build_ptx_kernel,
     import_solution_module,
-    parse_exclusive_target,
     parse_parameters,
     require_extra,
     without_folders,
@@ -30,7 +30,7 @@ from greenfast.judge.solution.messages import Buffer
 from greenfast.judge.solution.schema import ResolvedSolution
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import CompileError, UsageError
-from greenfast.spec.kernel import Argument, KernelSource, Launch, Program, Step, Struct
+from greenfast.spec.kernel import Argument, Launch, Program, Step, Struct
 
 #: NumPy's and ml_dtypes' names of elements and scalars, and CUTLASS's.
 _TYPES = {
@@ -87,16 +87,7 @@ def _step(
         )
     if ".extern .shared" in ptx and not launch.shared:
         raise UsageError(f"{where}.shared: missing; the kernel has dynamic shared memory: give its bytes")
-    kernel = KernelSource(
-        entry=_only_entry(where, ptx),
-        source=ptx,
-        name=solution.file.name,
-        include_dirs=(),
-        block=launch.block,
-        dynamic_smem_bytes=launch.shared,
-        requires=parse_exclusive_target(ptx),
-        language="ptx",
-    )
+    kernel = build_ptx_kernel(solution.file.name, _only_entry(where, ptx), ptx, launch.block, launch.shared)
     return Step(kernel, Launch(launch.grid, _kernel_arguments(where, ptx, launch.args), spec.early))
 
 

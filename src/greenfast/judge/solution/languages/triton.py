@@ -19,8 +19,8 @@ from greenfast.device.compiler import entries
 from greenfast.judge.solution.cuda_program import build_workspaces, evaluate_constants, evaluate_launch
 from greenfast.judge.solution.expressions import evaluate_whole
 from greenfast.judge.solution.languages.compiled import (
+    build_ptx_kernel,
     import_solution_module,
-    parse_exclusive_target,
     parse_parameters,
     require_extra,
     without_folders,
@@ -29,7 +29,7 @@ from greenfast.judge.solution.messages import Buffer
 from greenfast.judge.solution.schema import ResolvedSolution
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import CompileError, UsageError
-from greenfast.spec.kernel import Argument, KernelSource, Launch, Program, Step, Workspace
+from greenfast.spec.kernel import Argument, Launch, Program, Step, Workspace
 
 #: NumPy's and ml_dtypes' names of elements, and Triton's.
 _TYPES = {
@@ -215,16 +215,7 @@ def _step(solution: ResolvedSolution, number: int, call: _Call, target: Target, 
         x, y, z = call.grid
         spaces[name] = Workspace(about.global_scratch_size * about.num_ctas * x * y * z)
         extra[0] = name
-    kernel = KernelSource(
-        entry=entry,
-        source=ptx,
-        name=solution.file.name,
-        include_dirs=(),
-        block=(32 * about.num_warps, 1, 1),
-        dynamic_smem_bytes=about.shared,
-        requires=parse_exclusive_target(ptx),
-        language="ptx",
-    )
+    kernel = build_ptx_kernel(solution.file.name, entry, ptx, (32 * about.num_warps, 1, 1), about.shared)
     launch = Launch(call.grid, (*call.arguments, *extra), bool(about.launch_pdl))
     return Step(kernel, launch)
 
