@@ -294,109 +294,52 @@ FORMS: dict[str, tuple[str, ...]] = {
 
 #: Numbers of operands that do not depend on the form: a count, and the opcodes with this count.
 _COUNTS = {
-    0: "ret exit trap brkpt membar griddepcontrol",
-    1: "activemask bra nanosleep prefetch prefetchu setmaxnreg pmevent",
-    2: "abs neg rcp sqrt rsqrt sin cos lg2 ex2 tanh testp not cnot bfind brev clz popc mov cvta isspacep ld ldu elect "
-    "getctarank ldmatrix stmatrix movmatrix brx red",
-    3: "addc subc mul mul24 div rem and or xor shl shr bmsk szext copysign min max add sub vote match redux mapa",
-    4: "mad madc mad24 sad dp4a dp2a fma shf prmt bfe selp slct fns mma vabsdiff4",
-    5: "bfi shfl",
+    "0": "ret exit trap brkpt membar griddepcontrol",
+    "1": "activemask bra nanosleep prefetch prefetchu setmaxnreg pmevent",
+    "2": "abs neg rcp sqrt rsqrt sin cos lg2 ex2 tanh testp not cnot bfind brev clz popc mov cvta isspacep ld ldu "
+    "elect getctarank ldmatrix stmatrix movmatrix brx red",
+    "3": "addc subc mul mul24 div rem and or xor shl shr bmsk szext copysign min max add sub vote match redux mapa",
+    "4": "mad madc mad24 sad dp4a dp2a fma shf prmt bfe selp slct fns mma vabsdiff4",
+    "5": "bfi shfl",
+    "1-4": "call",
 }
-_OPERANDS = {name: count for count, names in _COUNTS.items() for name in names.split()}
-_JOINS = {"and", "or", "xor"}
-_HALF_SCALES = {"e4m3x2", "e5m2x2"}
+_BARRIERS = "cluster 0, warp 1, red 3-4, arrive 2, 1-2"
+#: Other numbers by opcode: parts and a number. The first entry with parts that the instruction has counts.
+_COUNTS_BY_PARTS = {
+    **{name: count for count, names in _COUNTS.items() for name in names.split()},
+    "setp": "and 4, or 4, xor 4, 3",
+    "set": "and 4, or 4, xor 4, 3",
+    "lop3": "and 6, or 6, 5",
+    "st": "async 3, 2",
+    "atom": "cas 4, 3",
+    "wmma": "mma 4, 2-3",
+    "cvt": "pack b32 4, pack 3, f32 f16x2 3, f32 bf16x2 3, f32 e4m3x2 3, f32 e5m2x2 3, 2",
+    "cp": "commit_group 0, wait_all 0, wait_group 1, mbarrier 1, prefetch tensor 1, prefetch 2, tensor 2, bulk 3, 3-4",
+    "fence": "tensormap:generic acquire 2, 0",
+    # An arrival in another block returns no state; its count is optional.
+    "mbarrier": "arrive expect_tx 2-3, arrive_drop expect_tx 2-3, arrive noComplete 2-3, arrive_drop noComplete 2-3, "
+    "arrive 1-3, arrive_drop 1-3, test_wait 3, try_wait 3-4, inval 1, 2",
+    "bar": _BARRIERS,
+    "barrier": _BARRIERS,
+    # D, A, B, scale-d, then the signs of A and B, then the transpositions.
+    "wgmma": "wait_group 1, commit_group 0, fence 0, s32 4, e4m3 6, e5m2 6, tf32 6, 7-8",
+    "tensormap": "cp_fenceproxy 3, box_dim 3, global_dim 3, global_stride 3, element_stride 3, 2",
+    "createpolicy": "range 4, cvt 2, 1-2",
+}
+#: Modifiers that add an operand.
+_WITH_OPERAND = {"L2:cache_hint", "multicast:cluster"}
 
 
-def _copies(parts: frozenset[str]) -> tuple[int, int]:
-    """Return the operands of cp."""
-    if not parts.isdisjoint({"wait_group", "mbarrier"}):
-        return 1, 1
-    if not parts.isdisjoint({"commit_group", "wait_all"}):
-        return 0, 0
-    if "bulk" not in parts:
-        return 3, 4
-    count = 1 if "prefetch" in parts else 2
-    count += "tensor" not in parts  # a size
-    count += "mbarrier:complete_tx:bytes" in parts
-    count += "multicast:cluster" in parts
-    return count, count
-
-
-def _arrivals(parts: frozenset[str]) -> tuple[int, int]:
-    """Return the operands of mbarrier. An arrival in another block returns no state; its count is optional."""
-    if not parts.isdisjoint({"arrive", "arrive_drop"}):
-        return (2, 3) if not parts.isdisjoint({"expect_tx", "noComplete"}) else (1, 3)
-    if not parts.isdisjoint({"test_wait", "try_wait"}):
-        return 3, 4 if "try_wait" in parts else 3
-    return (1, 1) if "inval" in parts else (2, 2)
-
-
-def _barriers(parts: frozenset[str]) -> tuple[int, int]:
-    """Return the operands of bar and barrier."""
-    if "cluster" in parts:
-        return 0, 0
-    if "warp" in parts:
-        return 1, 1
-    return (3, 4) if "red" in parts else (2, 2) if "arrive" in parts else (1, 2)
-
-
-def _products(parts: frozenset[str]) -> tuple[int, int]:
-    """Count the operands of wgmma: D, A, B, scale-d, then the signs of A and B, then the transpositions."""
-    if "mma_async" not in parts:
-        return (1, 1) if "wait_group" in parts else (0, 0)
-    if "s32" in parts:
-        return 4, 4
-    return (7, 8) if not parts.isdisjoint({"f16", "bf16"}) and parts.isdisjoint({"e4m3", "e5m2"}) else (6, 6)
-
-
-#: Fields of tensormap.replace with a value for each dimension.
-_MAP_ARRAYS = frozenset({"box_dim", "global_dim", "global_stride", "element_stride"})
-
-
-def _conversions(parts: frozenset[str]) -> tuple[int, int]:
-    if "pack" in parts:
-        return (4, 4) if "b32" in parts else (3, 3)
-    pairs = "f32" in parts and not parts.isdisjoint({"f16x2", "bf16x2", *_HALF_SCALES})
-    return (3, 3) if pairs else (2, 2)
-
-
+@lru_cache(maxsize=4096)
 def count_operands(name: str, parts: tuple[str, ...]) -> tuple[int, int]:
     """Return the fewest and the most operands that an opcode has; a negated predicate and {a, b} are one."""
-    supplied = frozenset(parts)
-    least, limit = _count_operands(name, supplied)
-    hint = "L2:cache_hint" in supplied
-    return least + hint, limit + hint
-
-
-def _count_operands(name: str, parts: frozenset[str]) -> tuple[int, int]:
-    count = _OPERANDS.get(name)
-    if count is not None:
-        return count, count
-    if name in ("setp", "set"):
-        logic = not parts.isdisjoint(_JOINS)
-        return 3 + logic, 3 + logic
-    if name == "lop3":
-        return (5, 5) if parts.isdisjoint(_JOINS) else (6, 6)
-    if name == "st":
-        return (3, 3) if "async" in parts else (2, 2)
-    if name == "atom":
-        return (4, 4) if "cas" in parts else (3, 3)
-    if name == "wmma":
-        return (4, 4) if "mma" in parts else (2, 3)
-    if name == "call":
-        return 1, 4
-    of_parts = {
-        "cp": _copies,
-        "fence": lambda p: (2, 2) if {"tensormap:generic", "acquire"} <= p else (0, 0),
-        "mbarrier": _arrivals,
-        "bar": _barriers,
-        "barrier": _barriers,
-        "wgmma": _products,
-        "tensormap": lambda p: (3, 3) if p & {"cp_fenceproxy", *_MAP_ARRAYS} else (2, 2),
-        "createpolicy": lambda parts: (4, 4) if "range" in parts else (2, 2) if "cvt" in parts else (1, 2),
-        "cvt": _conversions,
-    }
-    return of_parts[name](parts)
+    for row in _COUNTS_BY_PARTS[name].split(", "):
+        *needed, number = row.split()
+        if set(needed) <= set(parts):
+            break
+    more = len(_WITH_OPERAND.intersection(parts)) + (name == "cp" and "mbarrier:complete_tx:bytes" in parts)
+    least, _, limit = number.partition("-")
+    return int(least) + more, int(limit or least) + more
 
 
 #: Opcodes with a modifier for the number of elements: the position of the operand with these elements.
