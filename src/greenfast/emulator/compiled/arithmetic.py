@@ -35,15 +35,14 @@ def _signed(kind: str) -> bool:
     return bool(parse_dtype(kind).kind == "i")
 
 
-def _simple(function: Callable[[Builder, Value, Value], Value]) -> Callable[[Lane, Instruction], None]:
-    """Build the code of a function of two integers."""
+def _simple(function: Callable[..., Value]) -> Callable[[Lane, Instruction], None]:
+    """Build the code of a function of one or two integers of a type, given the builder and their values."""
 
     def build(c: Lane, i: Instruction) -> None:
         kind = parse_type(i)
         if kind.endswith("x2") or kind[0] == "f" or kind == "bf16" or not {"cc", "sat"}.isdisjoint(i.parts):
             raise NotCompiledError(i.text)
-        a, b = (c.read(o, kind, i) for o in i.operands[1:])
-        c.write(i.operands[0], kind, function(c.b, a, b), i)
+        c.write(i.operands[0], kind, function(c.b, *(c.read(o, kind, i) for o in i.operands[1:])), i)
 
     return build
 
@@ -108,11 +107,6 @@ def _funnel_shift(c: Lane, i: Instruction) -> None:
     amount = c.b.convert("zext", amount, I64)
     result = c.b.lshr(c.b.shl(both, amount), I64(32)) if "l" in i.parts else c.b.lshr(both, amount)
     c.write(i.operands[0], "b32", c.b.convert("trunc", result, I32), i)
-
-
-def _not(c: Lane, i: Instruction) -> None:
-    kind = parse_type(i)
-    c.write(i.operands[0], kind, c.b.not_(c.read(i.operands[1], kind, i)), i)
 
 
 def _lop3(c: Lane, i: Instruction) -> None:
@@ -187,19 +181,8 @@ def _extreme(smaller: bool) -> Callable[[Lane, Instruction], None]:
     return build
 
 
-def _negate(c: Lane, i: Instruction) -> None:
-    kind = parse_type(i)
-    if kind[0] != "s":
-        raise NotCompiledError(i.text)
-    c.write(i.operands[0], kind, c.b.neg(c.read(i.operands[1], kind, i)), i)
-
-
-def _absolute(c: Lane, i: Instruction) -> None:
-    kind = parse_type(i)
-    if kind[0] != "s":
-        raise NotCompiledError(i.text)
-    a = c.read(i.operands[1], kind, i)
-    c.write(i.operands[0], kind, c.b.select(c.b.icmp_signed("<", a, a.type(0)), c.b.neg(a), a), i)
+def _absolute(b: Builder, a: Value) -> Value:
+    return b.select(b.icmp_signed("<", a, a.type(0)), b.neg(a), a)
 
 
 # ---- moves and comparisons ------------------------------------------------------------------------------------------
@@ -544,7 +527,7 @@ LOWERED: dict[str, Callable[[Lane, Instruction], None]] = {
     "and": _simple(Builder.and_),
     "or": _simple(Builder.or_),
     "xor": _simple(Builder.xor),
-    "not": _not,
+    "not": _simple(Builder.not_),
     "shl": _shift(False),
     "shr": _shift(True),
     "shf": _funnel_shift,
@@ -555,8 +538,8 @@ LOWERED: dict[str, Callable[[Lane, Instruction], None]] = {
     "clz": _count_bits("ctlz"),
     "min": _either(_extreme(True), _float_extreme(True)),
     "max": _either(_extreme(False), _float_extreme(False)),
-    "neg": _either(_negate, _sign(True)),
-    "abs": _either(_absolute, _sign(False)),
+    "neg": _either(_simple(Builder.neg), _sign(True)),
+    "abs": _either(_simple(_absolute), _sign(False)),
     "setp": _compare,
     "selp": _select,
     "div": _divide,
