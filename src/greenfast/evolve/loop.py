@@ -73,11 +73,6 @@ class State:
     seconds: float = 0.0
 
     @property
-    def baseline_hash(self) -> str:
-        """Hash of the baseline's machine code and launches."""
-        return self.baseline.hash if self.baseline else ""
-
-    @property
     def evaluations(self) -> int:
         """Number of built kernels without duplicates."""
         return sum(e.stage not in ("space", "duplicate") for e in self.history)
@@ -207,9 +202,11 @@ class Search:
         fresh = [n for n, key in enumerate(keys) if key not in earlier and keys.index(key) == n]
         stage_results = self._run_stages(log, "built", number, candidates, fresh)
         evaluated_hashes = {e.hash: e for e in state.history if e.hash and e.stage != "duplicate"}
+        if state.baseline is not None:
+            evaluated_hashes.setdefault(state.baseline.hash, state.baseline)
         first_by_hash: dict[str, int] = {}
         for n, result in stage_results.items():
-            if result.valid and result.hash not in evaluated_hashes and result.hash != state.baseline_hash:
+            if result.valid and result.hash not in evaluated_hashes:
                 first_by_hash.setdefault(result.hash, n)
         new = sorted(first_by_hash.values())
         for n, result in self._run_stages(log, "emulated", number, candidates, new, exam_seed).items():
@@ -223,12 +220,18 @@ class Search:
         by_hash = evaluated_hashes | {by_index[n].hash: by_index[n] for n in new}
         for n, result in stage_results.items():
             if result.valid and n not in new:
-                by_index[n] = mark_duplicate(by_index[n], by_hash.get(result.hash) or state.baseline)
+                first = by_hash[result.hash]
+                same = first.candidate.key if first.candidate.parameters or first.candidate.edits else "the baseline"
+                by_index[n] = mark_duplicate(by_index[n], first, f"the same machine code and launches as {same}")
         for n, (key, candidate) in enumerate(zip(keys, candidates, strict=True)):
             if n not in stage_results:
-                by_index[n] = mark_repeated(candidate, earlier.get(key) or by_index[keys.index(key)])
+                first = earlier.get(key) or by_index[keys.index(key)]
+                e = Evaluation(candidate=candidate, stage="duplicate", valid=first.valid)
+                by_index[n] = mark_duplicate(e, first, "proposed before")
         evaluations = [by_index[n] for n in range(len(candidates))]
-        log.replay_or_run("evaluated", (number,), lambda: [without_costs(e) for e in evaluations])
+        # Without costs: times differ between repeated runs.
+        costless = [msgspec.structs.replace(e, cost_seconds=0.0, gpu_seconds=0.0) for e in evaluations]
+        log.replay_or_run("evaluated", (number,), lambda: costless)
         for n, e in enumerate(evaluations):
             if e.stage == "race":
                 kind, event_key, _ = timings[n].events[-1]
@@ -378,20 +381,8 @@ def merge_results(built: StageResult, later: StageResult) -> StageResult:
     return msgspec.structs.replace(later, hash=built.hash, behaviour=behaviour)
 
 
-def mark_duplicate(e: Evaluation, first: Evaluation | None) -> Evaluation:
-    """Mark an evaluation as a duplicate: same machine code and launches as ``first``; copy that fitness."""
-    if first is None:
-        return e
-    other = first.candidate.key if first.candidate.parameters or first.candidate.edits else "the baseline"
-    return _copy_result(e, first, f"the same machine code and launches as {other}")
-
-
-def mark_repeated(candidate: Candidate, first: Evaluation) -> Evaluation:
-    """Make the evaluation of a candidate with the parameters and edits of an earlier one, without building it."""
-    return _copy_result(Evaluation(candidate=candidate, stage="duplicate", valid=first.valid), first, "proposed before")
-
-
-def _copy_result(e: Evaluation, first: Evaluation, why: str) -> Evaluation:
+def mark_duplicate(e: Evaluation, first: Evaluation, why: str) -> Evaluation:
+    """Return an evaluation with the result of another one that has the same kernel."""
     return msgspec.structs.replace(
         e,
         hash=first.hash,
@@ -408,8 +399,3 @@ def make_insight(space: Space, e: Evaluation, record: str) -> Insight:
     """Make the insight of a timed candidate. record: digest of the log event with the timing."""
     change = "; ".join(filter(None, (e.candidate.rationale, describe(space, e.candidate))))
     return Insight(change=change, prediction=e.candidate.prediction, outcome=e.feedback, record=record)
-
-
-def without_costs(e: Evaluation) -> Evaluation:
-    """Return the evaluation without costs, for the log: times differ between repeated runs."""
-    return msgspec.structs.replace(e, cost_seconds=0.0, gpu_seconds=0.0)

@@ -337,11 +337,6 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
         return f"on {self.device}, {self.created[:10]}" if self.device else ""
 
 
-def correct_confidence(confidence: float, finalists: int) -> float:
-    """Return the confidence per verdict so that all verdicts hold together with ``confidence`` (Bonferroni)."""
-    return 1 - (1 - confidence) / max(1, finalists)
-
-
 def validate_finalist(
     stages: Stages, candidate: Candidate, finalists: int, folder: Path, observer: ProgressListener
 ) -> Verdict:
@@ -353,7 +348,8 @@ def validate_finalist(
     implementation = stages.implementation(candidate)
     timing = msgspec.structs.replace(
         request.timing,
-        confidence=correct_confidence(manifest.confidence, finalists),
+        # All verdicts hold together with the confidence (Bonferroni).
+        confidence=1 - (1 - manifest.confidence) / max(1, finalists),
         gate_shapes=[shape.name for shape in request.shapes],
     )
     request = dataclasses.replace(request, timing=timing, seeds=list(request.task.config.seeds))

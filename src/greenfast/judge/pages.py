@@ -23,7 +23,7 @@ from greenfast.judge.record_schema import AnyRecord, BenchRecord, PhaseRecord, R
 from greenfast.judge.report import facts
 from greenfast.judge.report.webpage.listing import HotCode, ListedInstruction, Window
 from greenfast.judge.report.webpage.roofline import Work
-from greenfast.judge.report.webpage.run import PageData, run_page
+from greenfast.judge.report.webpage.run import run_page
 from greenfast.judge.store import write_whole
 from greenfast.judge.task import LoadedTask, load
 from greenfast.spec.arch import Target
@@ -63,7 +63,7 @@ def record_page(
             code = HotCode(missing=str(e).splitlines()[0].rstrip(".:"))
         if not built and any(side.solution for _, side in record.sides()):
             code = HotCode(missing=_NOT_BUILT)
-    return run_page(record, PageData(work=find_work(record, task), code=code, sha256=sha256))
+    return run_page(record, work=find_work(record, task), code=code, sha256=sha256)
 
 
 def digest(run: Path) -> str:

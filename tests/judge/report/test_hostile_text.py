@@ -15,7 +15,7 @@ from greenfast.judge.record_schema import Record
 from greenfast.judge.report.junit import junit, junit_error
 from greenfast.judge.report.markdown import report as render
 from greenfast.judge.report.markdown import short_form
-from greenfast.judge.report.webpage.run import PageData, run_page
+from greenfast.judge.report.webpage.run import run_page
 from tests.judge.report.records import pending_record, quoting_record, record
 from tests.judge.report.webpage.reading import read
 from tests.judge.report.webpage.test_run import hostile, with_clocks
@@ -40,7 +40,7 @@ WRITERS: list[Callable[[Record], str]] = [
     lambda one: junit_error(HOSTILE, HOSTILE, 3),
     render,
     short_form,
-    lambda one: run_page(one, PageData()),
+    lambda one: run_page(one),
 ]
 
 
@@ -81,6 +81,6 @@ def test_markdown_has_no_markup_of_its_texts(make: Callable[[], Any], text: str)
 
 @pytest.mark.parametrize("make", RECORDS)
 def test_a_page_shows_control_characters(make: Callable[[], Any]) -> None:
-    text = read(run_page(spoiled(make()), PageData())).text  # allows no element that the page itself does not have
+    text = read(run_page(spoiled(make()))).text  # allows no element that the page itself does not have
     assert r"\x1b[31m" in text
     assert r"\u202e" in text

@@ -20,7 +20,7 @@ from greenfast.judge.pages import record_page
 from greenfast.judge.record_io import read_record
 from greenfast.judge.record_schema import Record
 from greenfast.judge.report.history import histories, history_page
-from greenfast.judge.report.webpage.run import PageData, run_page
+from greenfast.judge.report.webpage.run import run_page
 from tests.judge.report.records import record
 from tests.judge.report.webpage.test_run import hostile, with_clocks
 
@@ -71,8 +71,8 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     runs = [(f"run-{day}", record(created=f"2030-01-{day:02}T00:00:00Z")) for day in (1, 2)]
     texts = {
         "kept": record_page(shipped, "ab" * 32),
-        "clocks": run_page(with_clocks(record()), PageData()),
-        "hostile": run_page(msgspec.convert(hostile(msgspec.to_builtins(record())), Record), PageData()),
+        "clocks": run_page(with_clocks(record())),
+        "hostile": run_page(msgspec.convert(hostile(msgspec.to_builtins(record())), Record)),
         "peers": benchmark_page(read_benchmark(EVIDENCE / "h200/peers")),
         "history": history_page("Runs", histories(runs)),
     }

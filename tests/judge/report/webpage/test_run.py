@@ -14,7 +14,7 @@ from greenfast.judge.record_io import read_record
 from greenfast.judge.record_schema import BenchRecord, ErrorMap, PhaseRecord, Record, SolutionSource
 from greenfast.judge.report.webpage.listing import HotCode, ListedInstruction, Window
 from greenfast.judge.report.webpage.roofline import Work
-from greenfast.judge.report.webpage.run import PageData, run_page
+from greenfast.judge.report.webpage.run import run_page
 from greenfast.spec.facts import KernelCounts
 from tests.judge.report.records import pending_record, quoting_record, record, speedup_row, timing_row
 from tests.judge.report.webpage.reading import read
@@ -73,7 +73,7 @@ def sections(page: str) -> dict[str, str]:
 
 
 def test_the_claim_stands_first() -> None:
-    text = read(run_page(record(), PageData(sha256="ab" * 32))).text
+    text = read(run_page(record(), sha256="ab" * 32)).text
     header = text.partition("Gates Speedups")[0]
     for said in (
         *("fp8_sdpa: stage1 → stage2", "MERGE", "stage2 is 1.829 times as fast as stage1, [1.810, 1.851] at 95 %"),
@@ -84,8 +84,8 @@ def test_the_claim_stands_first() -> None:
 
 
 def test_every_section_is_there_and_linked() -> None:
-    page = read(run_page(record(), PageData()))
-    assert list(sections(run_page(record(), PageData()))) == SECTIONS
+    page = read(run_page(record()))
+    assert list(sections(run_page(record()))) == SECTIONS
     links = [value[1:] for tag, name, value in page.attributes if (tag, name) == ("a", "href")]
     anchors = [value for tag, name, value in page.attributes if (tag, name) == ("section", "id")]
     assert links == anchors
@@ -94,7 +94,7 @@ def test_every_section_is_there_and_linked() -> None:
 
 def test_gates_with_their_reasons_and_checks() -> None:
     gates = [msgspec.structs.replace(g, reasons=[f"why {g.gate}"]) for g in record().gates]
-    found = sections(run_page(record(gates=gates, decision="DEFER"), PageData()))["Gates"]
+    found = sections(run_page(record(gates=gates, decision="DEFER")))["Gates"]
     for gate in gates:
         assert f"why {gate.gate}" in found
         assert gate.summary in found
@@ -103,13 +103,13 @@ def test_gates_with_their_reasons_and_checks() -> None:
 
 
 def test_the_reasons_of_a_decision_are_said_at_once() -> None:
-    header = run_page(record(decision="DEFER", reasons=["PERFORMANCE: too slow"]), PageData()).partition("<main>")[0]
+    header = run_page(record(decision="DEFER", reasons=["PERFORMANCE: too slow"])).partition("<main>")[0]
     assert "PERFORMANCE: too slow" in header
     assert 'class="decision bad">DEFER' in header
 
 
 def test_an_untimed_run_says_why_in_each_section() -> None:
-    page = run_page(pending_record(), PageData())
+    page = run_page(pending_record())
     found = sections(page)
     assert "no GPU on this machine" in read(page).text
     assert "no GPU on this machine" in found["Speedups"]
@@ -120,14 +120,14 @@ def test_an_untimed_run_says_why_in_each_section() -> None:
 
 
 def test_a_quoted_speedup_is_said_to_be_another_runs() -> None:
-    page = run_page(quoting_record(), PageData())
+    page = run_page(quoting_record())
     assert "Not measured in this run, quoted from NVIDIA H100, 2030-01-02" in read(page).text
     assert "evidence/h100/stage2/record.json" in sections(page)["Speedups"]
     assert "No time was measured in this run" in sections(page)["Limits"]
 
 
 def test_clocks_and_power_of_blocks_are_drawn_where_a_record_has_them() -> None:
-    plain, clocked = (sections(run_page(one, PageData()))["Block medians"] for one in (record(), with_clocks(record())))
+    plain, clocked = (sections(run_page(one))["Block medians"] for one in (record(), with_clocks(record())))
     assert "median, µs" in plain
     assert "SM clock, MHz" not in plain
     assert "SM clock, MHz" in clocked
@@ -137,17 +137,17 @@ def test_clocks_and_power_of_blocks_are_drawn_where_a_record_has_them() -> None:
 
 def test_clocks_of_the_whole_run_where_there_are_no_others() -> None:
     one = record(clocks={"sm_mhz_first": 1980.0, "sm_mhz_min": 1695.0, "sm_mhz_max": 1980.0})
-    assert "Over the whole run: SM clock 1695 to 1980 MHz" in sections(run_page(one, PageData()))["Block medians"]
+    assert "Over the whole run: SM clock 1695 to 1980 MHz" in sections(run_page(one))["Block medians"]
 
 
 def test_errors_as_distributions_or_their_worst() -> None:
-    plain, full = (sections(run_page(one, PageData()))["Errors"] for one in (record(), with_clocks(record())))
+    plain, full = (sections(run_page(one))["Errors"] for one in (record(), with_clocks(record())))
     assert "no distributions" in plain
     assert "worst element / what rounding explains" in plain
     assert "% of elements" not in plain
     assert full.count("% of elements") == 2
     # The candidate's worst bound ratio: 0.31 * 1.1.
-    assert "0.341" in sections(run_page(record(), PageData()))["The whole record"]
+    assert "0.341" in sections(run_page(record()))["The whole record"]
 
 
 def test_counts_of_both_sides_with_their_ratio() -> None:
@@ -158,7 +158,7 @@ def test_counts_of_both_sides_with_their_ratio() -> None:
         candidate=msgspec.structs.replace(first.candidate, counts={"mission": counts(1000)}),
         least_work={"mission": {"matrix_flops": 500}},
     )
-    found = sections(run_page(one, PageData()))["Counts"]
+    found = sections(run_page(one))["Counts"]
     assert "4000" in found
     assert "0.25x" in found
     assert "2.00x" in found  # the candidate's over the least
@@ -166,7 +166,7 @@ def test_counts_of_both_sides_with_their_ratio() -> None:
 
 def test_roofline_of_the_work() -> None:
     work = {"mission": Work({"matrix_flops": 2_000_000_000, "exponentials": 2_000_000}, 1_048_576)}
-    found = sections(run_page(record(), PageData(work=work)))["Roofline"]
+    found = sections(run_page(record(), work=work))["Roofline"]
     assert "TFLOP/s of matrix instructions" in found
     assert "3.35 TB/s of memory" in found
     assert "3.04" in found  # TFLOP/s of the candidate: 2e9 operations in 657.4 µs
@@ -181,16 +181,16 @@ def test_machine_code_side_by_side_or_why_not() -> None:
         Window("baseline", "stage1", "2 of 9 instructions", (one("HMMA.16816 R0, <R1>", "matrix"), one("IADD3 R1"))),
         Window("candidate", "stage2", "1 of 9 instructions", (one("HMMA.1688 R2", "matrix"),)),
     )
-    page = run_page(record(), PageData(code=HotCode("mission", windows)))
+    page = run_page(record(), code=HotCode("mission", windows))
     read(page)
     found = sections(page)["Machine code"]
     assert "HMMA.16816 R0, &lt;R1&gt;</span></td><td>0010 <span" in found
     assert '<td class="left">0010 IADD3 R1</td><td></td>' in found
-    assert "Not shown: no compiler." in run_page(record(), PageData(code=HotCode(missing="no compiler")))
+    assert "Not shown: no compiler." in run_page(record(), code=HotCode(missing="no compiler"))
 
 
 def test_repeat_and_limits() -> None:
-    found = sections(run_page(record(), PageData()))
+    found = sections(run_page(record()))
     assert "<pre>greenfast judge fp8_sdpa --candidate stage2</pre>" in found["Repeat it"]
     assert "Seeds of the inputs: 0, 1, 2." in found["Repeat it"]
     assert "had changes that are not in commit" in found["Limits"]
@@ -214,12 +214,13 @@ def hostile(value: Any, field: str = "", text: str = HOSTILE) -> Any:
 def test_a_hostile_record_is_text(make: Any) -> None:
     one = msgspec.convert(hostile(msgspec.to_builtins(make())), Record)
     instruction = ListedInstruction(HOSTILE, HOSTILE, HOSTILE, HOSTILE)
-    found = PageData(
+    text = run_page(
+        one,
         work={HOSTILE: Work({"matrix_flops": 10, "exponentials": 3}, 5)},
         code=HotCode(HOSTILE, (Window(HOSTILE, HOSTILE, HOSTILE, (instruction,)),) * 2),
         sha256=HOSTILE,
     )
-    page = read(run_page(one, found))  # allows no element or attribute that the page itself does not have
+    page = read(text)  # allows no element or attribute that the page itself does not have
     assert "<script>alert(1)</script>" in page.text
     assert "{{ 7 * 7 }}" in page.text
     assert "49" not in page.text.replace("0.00049", "")
@@ -233,13 +234,13 @@ def test_numbers_that_cannot_be_drawn() -> None:
         candidate=msgspec.structs.replace(one.candidate, timing=strange, counts={"mission": counts(0)}),
         speedups=[speedup_row(shape="a very long name of a shape, " * 9, speedup=1e3, ci_low=1e-9, ci_high=1e4)],
     )
-    read(run_page(one, PageData(work={"mission": Work({"matrix_flops": 10}, 0)})))
+    read(run_page(one, work={"mission": Work({"matrix_flops": 10}, 0)}))
 
 
 @pytest.mark.parametrize("name", ["h200/fp8_attention-e4m3-hopper", "h100/fp8_sdpa-e4m3-stage2-phases"])
 def test_kept_records(name: str) -> None:
     one = read_record(ROOT / "evidence" / name)
-    page = run_page(one, PageData())
+    page = run_page(one)
     read(page)
     titles = list(sections(page))
     if isinstance(one, Record):
@@ -263,7 +264,7 @@ def test_a_wrong_output_is_shown_as_a_map_with_the_values_around_the_worst_eleme
     drawn = msgspec.structs.replace(row, drawn=True, shape="drawn_1")
     source = SolutionSource(language="cuda", sha256="0" * 64, files={}, commit=f"{'abc' * 10} (dirty)")
     side = msgspec.structs.replace(one.candidate, correctness=[drawn, row], solution=source)
-    page = read(run_page(msgspec.structs.replace(one, candidate=side), PageData()))
+    page = read(run_page(msgspec.structs.replace(one, candidate=side)))
     assert f"candidate, {row.shape}, seed {row.seed}: y as 64 rows and 32 columns." in page.text
     assert "drawn_1, seed" not in page.text
     assert "not finite (4)" in page.text

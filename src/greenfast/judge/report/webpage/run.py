@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from statistics import median
 
 from markupsafe import Markup
@@ -22,20 +21,13 @@ from greenfast.judge.report.webpage.roofline import Work
 _MAX_HASHES = 2
 
 
-@dataclass(frozen=True)
-class PageData:
-    """Data of a page that is not in the record.
+def run_page(
+    record: AnyRecord, *, work: Mapping[str, Work] | None = None, code: HotCode | None = None, sha256: str = ""
+) -> str:
+    """Return the page of a record.
 
     work: the problem's minimum work by shape. code: the hotspots. sha256: hash of the record's file, or empty.
     """
-
-    work: Mapping[str, Work] = field(default_factory=dict)
-    code: HotCode = field(default_factory=HotCode)
-    sha256: str = ""
-
-
-def run_page(record: AnyRecord, data: PageData) -> str:
-    """Return the page of a record."""
     word, claims = "", []
     if isinstance(record, Record):
         title = f"{record.task}: {record.baseline.variant} → {record.candidate.variant}"
@@ -47,27 +39,27 @@ def run_page(record: AnyRecord, data: PageData) -> str:
         claims = [f"Speed: {facts.gate_line(record, 'PERFORMANCE')}", _correctness_claim(record)]
     parts = [
         *([Section("Gates", gates(record))] if record.gates else []),
-        *_result_sections(record, data),
+        *_result_sections(record, work or {}, code or HotCode()),
         Section("Repeat it", repeat(record)),
         Section("Limits", [bullets(limits(record))]),
         Section("The whole record", details(list_sections(record))),
     ]
-    return page(title, parts, word=word, claims=claims, facts=identity(record, data.sha256))
+    return page(title, parts, word=word, claims=claims, facts=identity(record, sha256))
 
 
-def _result_sections(record: AnyRecord, data: PageData) -> list[Section]:
+def _result_sections(record: AnyRecord, work: Mapping[str, Work], code: HotCode) -> list[Section]:
     if isinstance(record, PhaseRecord):
         return []
     is_comparison = isinstance(record, Record)
     return [
         *([Section("Speedups", _speedups(record))] if isinstance(record, Record) else []),
-        Section("Roofline", roofline.section(record, data.work)),
+        Section("Roofline", roofline.section(record, work)),
         *(
             [Section("Counts", _counts(record))]
             if is_comparison or any(side.counts for _, side in record.sides())
             else []
         ),
-        Section("Machine code", listing.section(data.code)),
+        Section("Machine code", listing.section(code)),
         *([Section("Block medians", _blocks(record))] if isinstance(record, Record) else []),
         Section("Errors", [*_error_map(record), *_errors(record)]),
     ]
