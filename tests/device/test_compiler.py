@@ -318,6 +318,7 @@ def test_a_header_of_the_project_comes_before_a_standard_one(tmp_path: Path) -> 
     ("header", "message"),
     [
         ("<iostream>", r"<iostream> is for code of the host.*inside #ifndef __CUDACC_RTC__"),
+        ("<cub/cub.cuh>", r"<cub/cub\.cuh> and <thrust/\.\.\.> have code of the host.*<cub/block/block_reduce\.cuh>"),
         ("<torch/extension.h>", r"<torch/extension\.h> is for code of the host"),
         ('"mine.h"', r"'mine\.h' is not in the folders of the source.*<cuda/std/\.\.\.>"),
     ],

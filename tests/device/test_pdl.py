@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -88,11 +89,37 @@ def test_the_operators_other_launches_do_not_begin_early() -> None:
     assert not hopper.launch(*read_dims({"B": 1, "H": 1, "S": 64, "D": 64}, "e4m3")).early
 
 
-def test_evidence_refuses_a_kernel_that_may_read_too_early() -> None:
-    bad = source(next(iter(WRONG)))
-    launch = Launch((1, 1, 1), ("before", "out"), early=True)
-    built = BuiltProgram(Program((Step(bad, launch),)), (compile_kernel(bad, HOPPER),))
-    side = BuiltSide("candidate", Variant("bad", ()), {"small": built})
+WRITER = KernelSource(
+    "w", 'extern "C" __global__ void w(float* before) { before[threadIdx.x] = 1; }', "w.cu", (), (32, 1, 1)
+)
+
+
+def check_early(body: str, *, after_a_writer: bool) -> list[str]:
+    """Return the reasons of EVIDENCE for a kernel that begins early, alone or after a launch that writes ``before``."""
+    kernel = source(body)
+    steps = [Step(WRITER, Launch((1, 1, 1), ("before",)))] if after_a_writer else []
+    steps.append(Step(kernel, Launch((1, 1, 1), ("before", "out", np.int32(4)), early=True)))
+    built = BuiltProgram(Program(tuple(steps)), tuple(compile_kernel(step.kernel, HOPPER) for step in steps))
+    side = BuiltSide("candidate", Variant("bad", ()), {"small": built, "large": built})
     result = check_promises(side, None, None)
-    assert result.status == "FAIL"
-    assert "begins early" in result.reasons[0]
+    assert (result.status == "FAIL") == bool(result.reasons)
+    return result.reasons
+
+
+@pytest.mark.parametrize("body", WRONG)
+def test_evidence_refuses_a_kernel_that_may_read_too_early(body: str) -> None:
+    (reason,) = check_early(body, after_a_writer=True)
+    assert "begins early" in reason
+    assert reason.endswith("; 1 more shapes alike")
+
+
+@pytest.mark.parametrize("body", WRONG)
+def test_a_kernel_may_read_what_no_launch_writes_before_it_waits(body: str) -> None:
+    """A prologue loads weights; a store before the wait, or no wait at all, is refused."""
+    reasons = check_early(body, after_a_writer=False)
+    if "never waits" in WRONG[body]:
+        assert "never waits" in reasons[0]
+    elif body in [*WRONG][:2]:
+        assert reasons == []
+    else:
+        assert "with STG" in reasons[0]

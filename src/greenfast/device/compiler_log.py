@@ -67,6 +67,8 @@ _HOST_HEADERS = re.compile(
     r"unistd\.h|signal\.h|csignal|locale|any|string_view|charconv|cctype|ctype\.h|sys/.*|torch/.*|ATen/.*|c10/.*|"
     r"pybind11/.*|cublas.*|cudnn.*|cufft.*|cusparse.*|cuda_profiler_api\.h|nvrtc\.h|Python\.h)$"
 )
+#: An error in CUB's or Thrust's code of the host.
+_HOST_CUB = re.compile(r"^\S*/(?:cub|thrust)/\S+\(\d+\): error: .*__host__ function", re.MULTILINE)
 _LOC = re.compile(r"\s*\.loc\s+(\d+) (\d+) ")
 _FILE = re.compile(r'^\s*\.file\s+(\d+) "([^"]+)"', re.MULTILINE)
 
@@ -79,6 +81,12 @@ def readable(log: str, ptx: str) -> str:
     """
     kept = [_PTXAS_ERROR.sub(lambda m: _at_source(m, ptx), line) for line in log.splitlines() if not _NOISE.match(line)]
     text = re.sub(r"\n{3,}", "\n\n", "\n".join(kept)).strip()
+    if (host := _HOST_CUB.search(text)) is not None:  # a hundred errors in headers, each with two lines of them
+        first = text[: text.find("\n", host.end())]
+        return (
+            f"{first}\n\n<cub/cub.cuh> and <thrust/...> have code of the host, and NVRTC compiles device code alone: "
+            "include the parts that kernels use, such as <cub/block/block_reduce.cuh> or <cub/warp/warp_scan.cuh>"
+        )
     missing = _MISSING.search(text)
     return f"{text}\n\n{_about_header(missing[1])}" if missing else text
 

@@ -173,23 +173,29 @@ _WAIT = "ACQBULK"
 # Accesses to global memory, without bulk copies (UBLKCP, UTMALDG): the instruction does not show their addresses.
 _ACCESSES = frozenset(("LDG", "LD", "STG", "ST", "ATOM", "ATOMG", "RED", "REDG", "LDGSTS", "UTMASTG", "UTMAREDG"))
 
+_LOADS = frozenset(("LDG", "LD", "LDGSTS"))
 
-def early_launch_faults(sass: str) -> list[str]:
+
+def early_launch_faults(sass: str, *, early_loads: bool = False, constant_loads: bool = False) -> list[str]:
     """List accesses to global memory that may happen before the wait, in a listing from ``machine_code.disassemble``.
 
     One line each, with the instruction and its address in the kernel; empty for a kernel that may be launched early.
     Every path from the entry is followed, as if every branch could go both ways.
+
+    early_loads, constant_loads: whether loads before the wait, and loads of constant memory, are allowed. Machine code
+    does not show which buffer they read.
     """
     code, labels = parse_listing(sass)
     faults = [
         f"{opcode} at {address}: a load of constant memory, and the compiler may move it ahead of the wait"
         for address, _, opcode, _ in code
-        if opcode.split(".")[0] == "LDG" and "CONSTANT" in opcode
+        if not constant_loads and opcode.split(".")[0] == "LDG" and "CONSTANT" in opcode
     ]
     if not any(opcode == _WAIT for _, _, opcode, _ in code):
         return [*faults, f"no {_WAIT} (griddepcontrol.wait): the kernel never waits for the launch before it"]
+    accesses = _ACCESSES - _LOADS if early_loads else _ACCESSES
     for index in sorted(find_reachable(code, labels, 0, lambda opcode, _: opcode == _WAIT)):
         address, _, opcode, _ = code[index]
-        if opcode.split(".")[0] in _ACCESSES and "CONSTANT" not in opcode:
+        if opcode.split(".")[0] in accesses and "CONSTANT" not in opcode:
             faults.append(f"{opcode} at {address}: reached without a wait for the launch before")
     return faults

@@ -25,6 +25,9 @@ _COMPARES = ("setp", "testp", "isspacep")
 _NO_RESULT = (
     *("st", "red", "bra", "brx", "bar", "barrier", "ret", "exit", "call", "fence", "membar", "nanosleep", "tensormap"),
 )
+#: Instructions that may load from global memory, and the spaces in which they do not.
+_GLOBAL_LOADS = ("ld", "ldu", "call")
+_OTHER_SPACES = {"param", "shared", "local", "const"}
 #: Instructions after which an address is still one.
 _KEEPS_ADDRESS = ("mov", "cvta", "add", "sub", "mad", "selp")
 #: Instructions of integers whose low bits of the result depend on the low bits of the operands only.
@@ -87,6 +90,56 @@ def find_written_pointers(function: Function) -> set[str]:
         if i.name == "cp" and "tensor" in i.parts and i.parts.index("global") < len(i.parts) - 1:
             written |= {parameter.name for parameter in function.params if parameter.size == MAP_BYTES}
     return written
+
+
+def find_early_reads(function: Function, pointers: Collection[tuple[str, int]]) -> tuple[set[str], set[str]]:
+    """Return the parameters through which a kernel reads global memory before griddepcontrol.wait, and by ld.global.nc.
+
+    pointers: as in ``find_dependence``. The name "" is for a load that is not through such a parameter. Bulk copies and
+    writes are left out: machine code shows the latter.
+    """
+    held = _follow(function, lambda i: _pointer(i, pointers), loads=False)
+
+    def find_sources(i: Instruction) -> set[str]:
+        if i.name == "cp" and "bulk" in i.parts:
+            return set()  # as in machine code, where its addresses do not show
+        copies = i.name == "cp" and ("ca" in i.parts or "cg" in i.parts)
+        sources = (
+            set().union(*(held.get(name, ()) for name in list_registers(i.operands[1]))) if i.operands[1:] else set()
+        )
+        return sources if sources and (copies or i.name == "ld") else {""}
+
+    before = {source for i in _find_before_wait(function) if _may_load_global(i) for source in find_sources(i)}
+    constant = {source for i in function.code if i.name == "ld" and "nc" in i.parts for source in find_sources(i)}
+    return before, constant
+
+
+def _may_load_global(i: Instruction) -> bool:
+    """Return whether an instruction may load from global memory, except by bulk copies."""
+    if i.name == "cp":
+        return bool({"ca", "cg"} & set(i.parts))
+    return i.name in _GLOBAL_LOADS and not _OTHER_SPACES & {part.partition("::")[0] for part in i.parts}
+
+
+def _find_before_wait(function: Function) -> list[Instruction]:
+    """Return the instructions that a thread may execute before griddepcontrol.wait, if every branch goes both ways."""
+    reached, pending = set[int](), [0]
+    while pending:
+        pc = pending.pop()
+        if pc in reached or pc >= len(function.code):
+            continue
+        i = function.code[pc]
+        reached.add(pc)
+        if i.name == "griddepcontrol" and "wait" in i.parts and i.guard is None:
+            continue
+        if i.name in ("bra", "brx", "call"):
+            targets = [
+                function.labels[o.name] for o in i.operands if isinstance(o, Symbol) and o.name in function.labels
+            ]
+            pending += targets if i.name == "bra" and targets else function.labels.values()
+        if i.guard is not None or i.name not in ("bra", "brx", "ret", "exit", "trap"):
+            pending.append(pc + 1)
+    return [function.code[pc] for pc in sorted(reached)]
 
 
 def _specials(i: Instruction, names: Collection[str]) -> set[str]:

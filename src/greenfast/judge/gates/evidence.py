@@ -8,16 +8,27 @@ from collections.abc import Mapping
 import msgspec
 
 from greenfast.device import assembler
+from greenfast.device.compiler import CompiledKernel
 from greenfast.device.machine_code import disassemble, early_launch_faults
-from greenfast.judge.implementation import BASELINE, CANDIDATE, BuiltSide, build_side, count_side_instructions
+from greenfast.emulator.dependence import find_early_reads, find_written_pointers
+from greenfast.emulator.grid import load_program
+from greenfast.judge.implementation import (
+    BASELINE,
+    CANDIDATE,
+    BuiltProgram,
+    BuiltSide,
+    build_side,
+    count_side_instructions,
+)
 from greenfast.judge.pipeline import Gate, GateRun, conclude_checks
 from greenfast.judge.record_schema import GateResult, Record, Run, Status, largest_named_shape
 from greenfast.judge.report import facts, formatting
 from greenfast.judge.report.facts import counts_section
 from greenfast.judge.report.formatting import Section
 from greenfast.judge.task import Rung
-from greenfast.spec.errors import UsageError
+from greenfast.spec.errors import GreenfastError, UsageError
 from greenfast.spec.facts import KernelCounts
+from greenfast.spec.kernel import Launch, find_pointers, find_tensor_maps
 
 
 def _check(run: GateRun) -> GateResult:
@@ -93,15 +104,21 @@ def check_promises(
             for counter in rung.promises.more_than_predecessor:
                 target = f"> {earlier[counter]} ({predecessor.variant.name})"
                 check_promise(shape, counter, target, actual[counter], actual[counter] > earlier[counter])
+    early: dict[str, list[str]] = {}  # reasons of early launches: their shapes
     for shape, program in candidate.programs.items():
         for kernel, step in zip(program.kernels, program.program.steps, strict=True):
             if not step.launch.early:
                 continue
-            faults = early_launch_faults(disassemble(kernel.cubin, kernel.source.entry))
+            early_loads, constant_loads = _loads_only_inputs(program, kernel, step.launch)
+            faults = early_launch_faults(
+                disassemble(kernel.cubin, kernel.source.entry), early_loads=early_loads, constant_loads=constant_loads
+            )
             checks.append((f"{shape}: accesses before the wait", "0", str(len(faults)), "FAIL" if faults else "PASS"))
             if faults:
                 more = f"; {len(faults) - 1} more accesses alike" if len(faults) > 1 else ""
-                reasons.append(f"{shape}: {kernel.source.entry} begins early, with {faults[0]}{more}")
+                early.setdefault(f"{kernel.source.entry} begins early, with {faults[0]}{more}", []).append(shape)
+    for text, shapes in early.items():
+        reasons.append(f"{shapes[0]}: {text}" + (f"; {len(shapes) - 1} more shapes alike" if shapes[1:] else ""))
     first_program = next(iter(candidate.programs.values()))
     first_counts = sum((Counter(counts[kernel.kernel_hash]) for kernel in first_program.kernels), Counter())
     text = ", ".join(f"{n} {name}" for name, n in first_counts.items() if n and name != "total")
@@ -113,6 +130,29 @@ def check_promises(
     return GateResult(
         gate="EVIDENCE", status="FAIL" if reasons else "PASS", summary=summary, reasons=reasons, checks=checks
     )
+
+
+def _loads_only_inputs(program: BuiltProgram, kernel: CompiledKernel, launch: Launch) -> tuple[bool, bool]:
+    """Return whether a kernel's PTX reads, before its wait, only buffers that no launch of its program may write.
+
+    The second value is the same for its loads of constant memory. Both are False without PTX.
+    """
+    try:
+        functions = [load_program(k.ptx, k.source.entry)[1].function for k in program.kernels]
+        function = load_program(kernel.ptx, kernel.source.entry)[1].function
+    except GreenfastError:  # no PTX, or PTX that the emulator does not read
+        return False, False
+    written = set()
+    for written_by, step in zip(functions, program.program.steps, strict=True):
+        names = find_written_pointers(written_by)
+        for parameter, argument in zip(written_by.params, step.launch.args, strict=False):
+            if not isinstance(argument, str) or parameter.name in names:
+                written |= {name for _, name in find_pointers(argument)}
+                written |= {tensor.buffer for _, tensor in find_tensor_maps(argument)}
+    plain = {p.name: a for p, a in zip(function.params, launch.args, strict=False) if isinstance(a, str)}
+    inputs = {name for name, buffer in plain.items() if buffer not in written}
+    before, constant = find_early_reads(function, {(name, 0) for name in plain})
+    return before <= inputs, constant <= inputs
 
 
 def format_emulated_counts(
