@@ -328,6 +328,13 @@ def test_a_header_that_is_not_there_is_explained(header: str, message: str) -> N
         to_ptx(source(f"#include {header}\n{SIMPLE}"), ADA)
 
 
+def test_a_lambda_with_auto_parameters_is_explained() -> None:
+    twice = 'extern "C" __global__ void k(int* y) { auto f = [](auto v) { return 2 * v; }; *y = f(*y); }'
+    with pytest.raises(CompileError, match="a lambda with auto parameters: name their types"):
+        to_ptx(source(twice), ADA)
+    assert to_ptx(source(twice.replace("auto v", "int v")), ADA)
+
+
 # The cache
 
 

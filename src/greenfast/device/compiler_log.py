@@ -67,6 +67,7 @@ _HOST_HEADERS = re.compile(
     r"unistd\.h|signal\.h|csignal|locale|any|string_view|charconv|cctype|ctype\.h|sys/.*|torch/.*|ATen/.*|c10/.*|"
     r"pybind11/.*|cublas.*|cudnn.*|cufft.*|cusparse.*|cuda_profiler_api\.h|nvrtc\.h|Python\.h)$"
 )
+_UNANNOTATED = "A function without execution space annotations"
 #: An error in CUB's or Thrust's code of the host.
 _HOST_CUB = re.compile(r"^\S*/(?:cub|thrust)/\S+\(\d+\): error: .*__host__ function", re.MULTILINE)
 _LOC = re.compile(r"\s*\.loc\s+(\d+) (\d+) ")
@@ -86,6 +87,11 @@ def readable(log: str, ptx: str) -> str:
         return (
             f"{first}\n\n<cub/cub.cuh> and <thrust/...> have code of the host, and NVRTC compiles device code alone: "
             "include the parts that kernels use, such as <cub/block/block_reduce.cuh> or <cub/warp/warp_scan.cuh>"
+        )
+    if _UNANNOTATED in text:
+        return (
+            f"{text}\n\nNVRTC counts a function without __device__ as code of the host, and so also a lambda with auto "
+            "parameters: name their types, or write a __device__ function template"
         )
     missing = _MISSING.search(text)
     return f"{text}\n\n{_about_header(missing[1])}" if missing else text
