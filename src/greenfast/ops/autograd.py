@@ -7,12 +7,14 @@ both see the nodes made here.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
+from torch.autograd.function import _SingleLevelFunction
 
 _VIEWS = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
 _AUTOCAST = ("AutocastCPU", "AutocastCUDA")
@@ -37,9 +39,8 @@ class _Node(torch.autograd.Function):
         """Call ``apply``. Under a functorch transform, ``apply`` accepts only calls from outside the dispatcher."""
         if torch._C._functorch.peek_interpreter_stack() is None:
             return cls.apply(*args)  # type: ignore[no-untyped-call]
-        single: Any = super(torch.autograd.Function, cls)
         with enable_single_level_autograd_function():
-            return single.apply(*args)
+            return _make_single_level(cls).apply(*args)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
@@ -48,6 +49,13 @@ class _Node(torch.autograd.Function):
             "torch.func.vjp, grad and jacrev work on greenfast.sdpa, and PyTorch's attention under "
             "torch.nn.attention.sdpa_kernel(SDPBackend.MATH) has both"
         )
+
+
+@cache
+def _make_single_level(node: type[_Node]) -> Any:
+    """Return the node as functorch calls nodes itself: a class without the checks of ``autograd.Function``."""
+    methods = {name: staticmethod(getattr(node, name)) for name in ("forward", "backward", "jvp")}
+    return type(node.__name__, (_SingleLevelFunction,), methods)
 
 
 #: Number of arguments of _AttentionNode before the arguments of the call.
