@@ -232,7 +232,7 @@ def flash_attn_with_kvcache(
             result, lse = replayed
             if lse is None:
                 return result  # type: ignore[no-any-return]
-            return result, lse if q.dim() == 3 else lse.view(-1, *q.shape[:2]).transpose(0, 1)
+            return result, lse if q.dim() == 3 else lse.view(q.shape[2], *q.shape[:2]).transpose(0, 1)
     check_flag("return_softmax_lse", return_softmax_lse)
     rotary = (rotary_cos, rotary_sin, rotary_seqlens, rotary_interleaved)
     if (k is None) != (v is None) or (k is None and not (rotary_cos is None and rotary_sin is None)):
@@ -264,7 +264,7 @@ def flash_attn_with_kvcache(
         return result
     if not isinstance(result, tuple):
         return result.view(q.shape) if out is None else out
-    sums = result[1].view(-1, batch, length).transpose(0, 1)
+    sums = result[1].view(q.shape[2], batch, length).transpose(0, 1)
     return (result[0].view(q.shape) if out is None else out), sums
 
 

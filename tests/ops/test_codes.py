@@ -42,6 +42,13 @@ PLAIN = made()
 LSE = made(log_sum_exp=True)
 
 
+@pytest.mark.parametrize("scales", ["block", "head"])
+def test_inputs_of_any_memory_order_have_the_same_codes(scales: Any) -> None:
+    x = torch.randn(2, 40, 4, 64, generator=torch.Generator().manual_seed(0)).bfloat16().transpose(1, 2)
+    codes, contiguous = (greenfast.quantize(y, y, y, scales=scales, rotate=False) for y in (x, x.contiguous()))
+    assert torch.equal(greenfast.attention(codes), greenfast.attention(contiguous))
+
+
 def changed(quantized: QuantizedQKV, **change: Any) -> QuantizedQKV:
     return QuantizedQKV(**{field.name: getattr(quantized, field.name) for field in fields(quantized)} | change)
 

@@ -369,6 +369,13 @@ def test_a_cache_without_pages(length: Any) -> None:
     assert torch.equal(picked, again[[1, 0]])
 
 
+def test_a_batch_without_sequences() -> None:
+    out, lse = both(
+        flash_attn_with_kvcache(normal(0, 3, 4, 64), *[normal(0, 16, 2, 64).to(E4M3)] * 2, return_softmax_lse=True)
+    )
+    assert (out.shape, lse.shape) == ((0, 3, 4, 64), (0, 4, 3))
+
+
 def rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     """Each pair of columns as a complex number times cos + i sin, in float64; x (tokens, heads, head_dim)."""
     half = cos.shape[1]

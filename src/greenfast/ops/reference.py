@@ -39,7 +39,8 @@ def quantize(
     """
     padding = config.head_dim - config.columns
     inputs = (query, key, value, key if samples is None else samples)
-    q, k, v, sampled = (torch.nn.functional.pad(x.float(), (0, padding)) for x in inputs)
+    dense = (x.to(torch.float32, memory_format=torch.contiguous_format) for x in inputs)
+    q, k, v, sampled = (torch.nn.functional.pad(x, (0, padding)) for x in dense)
     # The numbers are scaled down first, so that the sums of the rotation and k - mean cannot overflow.
     factor = 2.0
     if config.rotate:
