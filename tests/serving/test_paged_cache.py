@@ -76,10 +76,15 @@ def test_slots() -> None:
     assert cache.slot_mapping(["a", "b"], [32, 2], [0, 0]).tolist() == []
     with pytest.raises(ValueError, match="starts, counts: 3 tokens from 14 of 'b'; its pages hold 16"):
         cache.slot_mapping(["b"], [14], [3])
-    with pytest.raises(KeyError):
-        cache.slot_mapping(["c"], [0], [1])
-    with pytest.raises(KeyError):
-        cache.free("c")
+    for unknown in (
+        lambda: cache.slot_mapping(["c"], [0], [1]),
+        lambda: cache.free("c"),
+        lambda: cache.block_table(["c"]),
+    ):
+        with pytest.raises(KeyError, match=r"sequence: 'c' has no pages; reserve\(\) makes it known"):
+            unknown()
+    with pytest.raises(IndexError, match="index: 7; the cache has 1 layers, from 0"):
+        cache.layer(7)
     with pytest.raises(ValueError, match="max_pages: 1; a sequence has 2"):
         cache.block_table(["a"], 1)
     with pytest.raises(TypeError, match=r"max_pages: 2\.5; a whole number"):

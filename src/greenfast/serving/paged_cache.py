@@ -73,8 +73,14 @@ class PagedKVCache:
         self._pages: dict[Hashable, list[int]] = {}
 
     def layer(self, index: int = 0) -> KVPages:
-        """Return the tensors of a layer: (k_cache, v_cache, k_scale, v_scale)."""
-        return self._layers[index]
+        """Return the tensors of a layer: (k_cache, v_cache, k_scale, v_scale).
+
+        index: negative numbers count from the last layer. Raises IndexError for a layer that the cache lacks.
+        """
+        try:
+            return self._layers[index]
+        except IndexError:
+            raise IndexError(f"index: {index}; the cache has {len(self._layers)} layers, from 0") from None
 
     @property
     def device(self) -> torch.device:
@@ -110,7 +116,8 @@ class PagedKVCache:
 
     def free(self, sequence: Hashable) -> None:
         """Free the pages of a sequence. Raises KeyError for an unknown sequence."""
-        self._free += reversed(self._pages.pop(sequence))
+        self._free += reversed(self._find_pages(sequence))
+        del self._pages[sequence]
 
     def block_table(self, sequences: Sequence[Hashable], max_pages: int | None = None) -> Tensor:
         """Return the pages of sequences, int32 (len(sequences), max_pages), on the cache's device.
@@ -120,7 +127,7 @@ class PagedKVCache:
         max_pages: by default the pages of the longest sequence, at least 1. A CUDA graph needs a fixed number. Raises
         KeyError for an unknown sequence, ValueError if ``max_pages`` is too small.
         """
-        rows = [self._pages[s] for s in sequences]
+        rows = [self._find_pages(s) for s in sequences]
         longest = max([1, *map(len, rows)])
         if max_pages is not None:
             max_pages = parse_length("max_pages", max_pages)
@@ -143,7 +150,7 @@ class PagedKVCache:
             )
         slots: list[int] = []
         for name, start, count in zip(sequences, starts, counts, strict=True):
-            row, size = self._pages[name], self.page_size
+            row, size = self._find_pages(name), self.page_size
             start, count = parse_length("starts", start), parse_length("counts", count)
             if start + count > len(row) * size:
                 raise ValueError(
@@ -155,6 +162,11 @@ class PagedKVCache:
                 slots += range(page + offset, page + offset + here)
                 start, count = start + here, count - here
         return torch.from_numpy(np.array(slots, dtype=np.int64)).to(self._device)
+
+    def _find_pages(self, sequence: Hashable) -> list[int]:
+        if sequence not in self._pages:
+            raise KeyError(f"sequence: {sequence!r} has no pages; reserve() makes it known")
+        return self._pages[sequence]
 
 
 def _check_scale(scale: Tensor | None, name: str, kv_heads: int, device: torch.device) -> Tensor:
