@@ -10,7 +10,7 @@ from greenfast.device.compiler import CompiledKernel, compile_kernel
 from greenfast.device.cubin import Image
 from greenfast.device.module_variables import HEAP_BYTES, find_readonly_globals, variable_bytes
 from greenfast.spec.arch import Target
-from greenfast.spec.errors import MachineError
+from greenfast.spec.errors import DamagedCodeError, MachineError
 from greenfast.spec.kernel import KernelSource
 
 ADA, HOPPER, BLACKWELL = Target("sm_89"), Target("sm_90a"), Target("sm_120a")
@@ -173,6 +173,14 @@ def test_bytes_that_no_symbol_names_count(monkeypatch: pytest.MonkeyPatch) -> No
     assert variable_bytes(kernel.cubin, kernel.ptx) == (35, 0)
     monkeypatch.setattr(Image, "_symbols", lambda self, table: [])
     assert variable_bytes(kernel.cubin, kernel.ptx) == (35, 0)
+
+
+@pytest.mark.parametrize("text", ["__device__ int a[1ull << 30];", "__device__ char a[3ull << 30], b[3ull << 30];"])
+def test_variables_of_four_gigabytes_are_refused(text: str) -> None:
+    """A section's size in the cubin is the sum modulo 4 GiB, so they would count with almost nothing."""
+    source = KernelSource("k", f'{text}\nextern "C" __global__ void k(int i) {{ a[i] = i; }}', "k.cu", (), (32, 1, 1))
+    with pytest.raises(DamagedCodeError, match=r"the variable '[ab]' of \d+ bytes exceeds its section of \d+ bytes"):
+        compile_kernel(source, Target("sm_90a"))
 
 
 def test_bytes_that_are_no_cubin_are_refused() -> None:

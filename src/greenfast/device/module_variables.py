@@ -319,8 +319,19 @@ def _find_variables(cubin: bytes) -> tuple[Image, list[tuple[ElfSection, list[El
         image = Image(cubin)
     except ImageError as e:
         raise DamagedCodeError(f"the machine code cannot be read: {e}") from e
-    sections = [(n, s) for n, s in enumerate(image.sections) if s.name in (*_GLOBAL, _CONSTANT)]
-    return image, [(section, _list_variables(image, n)) for n, section in sections]
+    sections = [
+        (section, _list_variables(image, n))
+        for n, section in enumerate(image.sections)
+        if section.name in (*_GLOBAL, _CONSTANT)
+    ]
+    for section, variables in sections:
+        for v in variables:
+            if v.value + v.size > section.size:  # ptxas writes a section's size modulo 4 GiB
+                raise DamagedCodeError(
+                    f"the variable {v.name!r} of {v.size} bytes exceeds its section of {section.size} bytes; variables "
+                    "must have less than 4 GiB together"
+                )
+    return image, sections
 
 
 def _list_variables(image: Image, section: int) -> list[ElfSymbol]:

@@ -26,7 +26,7 @@ from greenfast.judge.report import facts, formatting
 from greenfast.judge.report.facts import counts_section
 from greenfast.judge.report.formatting import Section
 from greenfast.judge.task import Rung
-from greenfast.spec.errors import GreenfastError, UsageError
+from greenfast.spec.errors import DamagedCodeError, GreenfastError, UsageError
 from greenfast.spec.facts import KernelCounts
 from greenfast.spec.kernel import Launch, find_pointers, find_tensor_maps
 
@@ -36,7 +36,10 @@ def _check(run: GateRun) -> GateResult:
     assert candidate is not None  # The gates before this one compiled all implementations.
     counts = run.correctness.counts
     emulated = format_emulated_counts(counts.get(BASELINE, {}), counts.get(CANDIDATE, {}), run.least_work())
-    result = check_promises(candidate, *_build_predecessor(run), emulated)
+    try:
+        result = check_promises(candidate, *_build_predecessor(run), emulated)
+    except DamagedCodeError as e:
+        return GateResult(gate="EVIDENCE", status="FAIL", summary="machine code that cannot be read", reasons=[str(e)])
     files: list[str] = []
     note = "not asked for" if run.profile is None else request.cannot_time()
     if note is None and run.status("CORRECTNESS") != "PASS":
