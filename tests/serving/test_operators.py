@@ -227,6 +227,16 @@ def test_numbers_that_attention_refuses(name: str, value: Any, message: str) -> 
         ({"q": torch.zeros(4, 4, 64).bfloat16()}, ValueError, r"q: its shape is .*\(5, heads, 64\)"),
         ({"slot_mapping": torch.zeros(5).int()}, TypeError, "slot_mapping: its dtype is torch.int32"),
         ({"slot_mapping": torch.zeros(4).long()}, ValueError, "slot_mapping: its shape is"),
+        (
+            {"slot_mapping": torch.tensor([3, 64, -1, 40, 0])},
+            ValueError,
+            "slot_mapping: 64; the cache has slots 0 to 63",
+        ),
+        (
+            {"slot_mapping": torch.tensor([3, 9, -1, -1, 9])},
+            ValueError,
+            "slot_mapping: 9 of 2 tokens; each needs its own",
+        ),
         ({"k_scale": torch.ones(3)}, ValueError, "k_scale"),
         ({"k_scale": torch.ones(2, 2), "v_scale": torch.ones(2, 2)}, ValueError, "k_scale"),
         ({"k_weight": torch.ones(32)}, ValueError, "k_weight: its shape is"),

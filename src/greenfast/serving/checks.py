@@ -360,6 +360,16 @@ def check_queries(cu_seqlens_q: Tensor, total_q: int, max_seqlen_q: int) -> None
         raise ValueError(f"max_seqlen_q: {max_seqlen_q}; a sequence has {max(lengths)} queries")
 
 
+def check_slots(slot_mapping: Tensor, k_cache: Tensor) -> None:
+    """Raise ValueError for slots after the cache's last one, and for a slot of two tokens."""
+    slots, counts = torch.unique(slot_mapping[slot_mapping >= 0], return_counts=True)
+    last = k_cache.shape[0] * k_cache.shape[1] - 1
+    if bool((slots > last).any()):
+        raise ValueError(f"slot_mapping: {int(slots[-1])}; the cache has slots 0 to {last}, negative ones are skipped")
+    if bool((counts > 1).any()):
+        raise ValueError(f"slot_mapping: {int(slots[counts > 1][0])} of {int(counts.max())} tokens; each needs its own")
+
+
 def check_values(
     q: Tensor, k_cache: Tensor, block_table: Tensor, cu_seqlens_q: Tensor, seqused_k: Tensor, max_seqlen_q: int
 ) -> None:

@@ -47,7 +47,8 @@ def append_kv(
     (docs/serving.md): E4M3 codes (pages, page_size, kv_heads, head_dim), V optionally in groups. Scales of (pages,
     kv_heads, page_size) are written, one for each token and head; scales of () or (kv_heads,) are read. slot_mapping:
     int64 (tokens,), page * page_size + offset in the page; tokens with negative slots are not written. Two tokens must
-    not have the same slot.
+    not have the same slot. Slots are checked on the CPU, and on a GPU with GREENFAST_CHECK_PAGES=1; without the check,
+    tokens with slots after the cache's last one are not written.
     q_weight, k_weight: (head_dim,), of an RMS norm of each head, with ``eps``; with q both or neither. cos, sin:
     (positions, rotary_dim / 2), a rotation of the first rotary_dim columns, by the rows that ``positions``, (tokens,),
     select. A position out of range makes Q and K NaN. ``interleaved`` rotates columns 2i and 2i + 1 together, else i

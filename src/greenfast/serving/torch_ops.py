@@ -24,6 +24,7 @@ from greenfast.serving.checks import (
     check_attention,
     check_attention_once,
     check_out,
+    check_slots,
     check_values,
     should_check_values,
 )
@@ -138,8 +139,22 @@ def _slots_fake(
     return *token_outputs, starts.new_empty(batch), starts.new_empty(table)
 
 
+def _check_append_values(args: tuple[Any, ...]) -> None:
+    """Check slots if ``should_check_values``."""
+    _, k, _, k_cache, _, slot_mapping, *_ = args
+    if should_check_values(k):
+        check_append_once(*args)
+        check_slots(slot_mapping, k_cache)
+
+
+def _append_cuda(*args: Any) -> Tensor:
+    _check_append_values(args)
+    result: Tensor = load_cuda().append_kv(*args)
+    return result
+
+
 def _append_cpu(*args: Any) -> Tensor:
-    check_append_once(*args)
+    _check_append_values(args)
     _, k, *_ = args
     result: Tensor | None = serving_append.append(*args)
     return torch.empty(0, dtype=k.dtype) if result is None else result
@@ -163,7 +178,7 @@ _IMPLEMENTATIONS: dict[str, tuple[Any, Any, Any, str]] = {
         _slots_fake,
         "greenfast.flash_attn",
     ),
-    "append_kv": (_append_cpu, lambda *args: load_cuda().append_kv(*args), _append_fake, "greenfast.append_kv"),
+    "append_kv": (_append_cpu, _append_cuda, _append_fake, "greenfast.append_kv"),
 }
 for _name, (_cpu, _cuda, _shapes, _call) in _IMPLEMENTATIONS.items():
     torch_ops.define_operator(_name, _SCHEMAS[_name], _cpu, _cuda, _shapes)
@@ -216,7 +231,7 @@ def token_slots(*args: Any) -> tuple[Tensor, ...]:
 def append_kv(*args: Any) -> Tensor:
     """Call ``torch.ops.greenfast.append_kv`` in the same way as ``paged_attention``."""
     if _can_launch_directly(*args[:NUM_APPEND_TENSORS]):
-        return load_cuda().append_kv(*args)  # type: ignore[no-any-return]
+        return _append_cuda(*args)
     return _APPEND_KV(*_check_eager(check_append_once, args))  # type: ignore[no-any-return]
 
 
