@@ -104,6 +104,10 @@ def tensors(shapes: tuple[Shape, ...], dtype: torch.dtype = torch.bfloat16) -> A
 def exact(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor | None:
     """Return PyTorch's result in float64; None if PyTorch refuses the call."""
     mask = options.get("attn_mask")
+    if type(mask) is Tensor and (mask.is_floating_point() or mask.dtype == torch.bool) and options.get("is_causal"):
+        hidden = torch.ones(mask.shape[-2:]).triu(1).bool()  # PyTorch 2.15 refuses both in one call
+        mask = mask.masked_fill(hidden, False if mask.dtype == torch.bool else -math.inf)
+        options = {**options, "attn_mask": mask, "is_causal": False}
     if type(mask) is Tensor and mask.dtype == torch.bfloat16:
         options = {**options, "attn_mask": mask.double()}
     elif type(mask) is Tensor and mask.dtype == torch.float32:
