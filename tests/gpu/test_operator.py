@@ -132,7 +132,7 @@ def test_the_ada_kernel(precision: Any, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(cuda, "choose_kernel", lambda target, config, sizes: Choice("ada", "wanted"))
     monkeypatch.setattr(cuda, "build_sdpa_config", of_heads)
     monkeypatch.setattr(cuda, "_PLANS", {})
-    monkeypatch.setattr(sdpa, "SDPA_CACHE", CallCache(3))
+    monkeypatch.setattr(sdpa, "SDPA_CACHE", CallCache(5))
     q, k, v = inputs(300, heads=4, kv_heads=2, head_dim=128, dtype=torch.float16)
     found = greenfast.sdpa(q, k, v, is_causal=True, enable_gqa=True, precision=precision)
     wanted = torch_sdpa(q.float(), k.float(), v.float(), is_causal=True, enable_gqa=True)

@@ -149,9 +149,16 @@ def test_a_repeated_call_launches_what_a_first_one_does(gpu: PretendedGpu, monke
     plain = [call for call in every if not {"return_lse", "scale"} & set(call.keywords)]  # type: ignore[attr-defined]
     for call in plain:
         call()
-    monkeypatch.setattr(sdpa, "is_canonical", None)  # only a first call checks
-    for call in plain:
-        call()
+    cached = [
+        call
+        for call in plain
+        if "attn_mask" not in call.keywords  # type: ignore[attr-defined]
+        and not any(getattr(x, "dtype", None) in (torch.int64, torch.bfloat16) for x in call.keywords.values())  # type: ignore[attr-defined]
+    ]
+    with monkeypatch.context() as patch:
+        patch.setattr(sdpa, "parse_call", None)  # only a first call checks
+        for call in cached:
+            call()
     for wrong in ({"is_causal": 1}, {"enable_gqa": 1}, {"scale": True}, {"scale": -0.5}, {"precision": "fp4"}):
         with pytest.raises((TypeError, ValueError)):
             every[0](**wrong)

@@ -165,6 +165,8 @@ def test_auto_takes_what_no_kernel_takes(rules: None) -> None:
     assert torch.equal(
         greenfast.sdpa(q, k, v, mask, precision="auto"), functional.scaled_dot_product_attention(q, k, v, mask)
     )
+    negative = greenfast.sdpa(q, k, v, scale=-0.5, precision="auto")
+    assert torch.equal(negative, functional.scaled_dot_product_attention(q, k, v, scale=-0.5))
     with pytest.raises(RuntimeError):  # PyTorch's own error
         greenfast.sdpa(q, k[..., :32], v, precision="auto")
 

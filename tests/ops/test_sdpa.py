@@ -14,6 +14,7 @@ from torch.autograd import forward_ad
 import greenfast
 from greenfast.device.bound_launch import NoContextError
 from greenfast.ops import launch_plans, torch_ops
+from greenfast.ops.quantized import SDPA_PRECISIONS
 
 torch_sdpa = torch.nn.functional.scaled_dot_product_attention
 
@@ -99,10 +100,11 @@ def test_vmap() -> None:
     assert torch.equal(shared[0], result[0])
 
 
-def test_autocast_takes_its_dtype() -> None:
+@pytest.mark.parametrize("precision", SDPA_PRECISIONS)
+def test_autocast_takes_its_dtype(precision: Any) -> None:
     q, k, v = (x.float() for x in inputs())
     with torch.autocast("cpu", torch.bfloat16):
-        assert greenfast.sdpa(q, k, v).dtype == torch.bfloat16
+        assert greenfast.sdpa(q, k, v, precision=precision).dtype == torch.bfloat16
 
 
 def test_nan_propagates() -> None:

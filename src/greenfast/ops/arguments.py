@@ -6,18 +6,19 @@ import math
 import numbers
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from greenfast.ops.quantized import DTYPES, check_choice, format_tensor, format_value
+from greenfast.ops.quantized import DTYPES, SDPA_PRECISIONS, check_choice, format_tensor, format_value
 from greenfast.ops.symbols import is_certain, require
 
 _LARGEST = torch.finfo(torch.float32).max
 _SOFTCAPS = (1e-30, 1e30)  # the kernels' float32 holds the cap and its inverse, times the scales of scores
 _CAUSAL = {"upper_left": 1, "lower_right": 2}
 MAX_LENGTH = 2**31 - 1  # in the kernels lengths are int32
+_NO_WINDOW = (-1, -1)
 MAX_WINDOW = 2**30  # of a window, so that sums in int32 cannot overflow
 #: Refusals of other GPUs.
 SERVING_ON_HOPPER = "serving calls on CPU tensors have the same numerics; their kernels are for Hopper GPUs"
@@ -29,7 +30,7 @@ _MAX_CHECKED = 4096
 
 def check_flag(name: str, value: object) -> None:
     """Raise TypeError for anything except True and False, as PyTorch's attention does."""
-    if not isinstance(value, bool | torch.SymBool):  # torch.compile sees a comparison of sizes as a SymBool
+    if value is not True and value is not False and not isinstance(value, torch.SymBool):  # of sizes, in torch.compile
         kind = type(value)
         type_name = kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
         raise TypeError(f"{name}: {format_value(value)}; True or False is needed, not a {type_name}")
@@ -107,6 +108,61 @@ def parse_softcap(softcap: Any) -> float:
     return cap
 
 
+class ScoreOptions(NamedTuple):
+    """Options of ``sdpa`` for scores, beyond a causal mask.
+
+    window: (left, right), -1 for no limit. softcap: 0 for none. sinks: (H,), or None. kv_lengths: (B,), or None.
+    skip_threshold: 0 for none. alignment: of the window, as in MaskSpec.
+    """
+
+    window: tuple[int, int] = _NO_WINDOW
+    softcap: float = 0.0
+    sinks: Tensor | None = None
+    kv_lengths: Tensor | None = None
+    skip_threshold: float = 0.0
+    alignment: int = 1
+
+
+NO_OPTIONS = ScoreOptions()
+
+
+def parse_options(
+    window: Any, softcap: Any, sinks: Any, kv_lengths: Any, skip_threshold: Any, alignment: str
+) -> ScoreOptions:
+    """Return checked options. Raises TypeError and ValueError; sizes and devices are checked by the operator."""
+    if (
+        sinks is None
+        and kv_lengths is None
+        and type(softcap) is type(skip_threshold) is float
+        and softcap == skip_threshold == 0.0
+        and type(window) is tuple
+        and len(window) == 2
+        and type(window[0]) is type(window[1]) is int
+        and window == _NO_WINDOW
+    ):  # most calls; comparisons of values of other types may raise
+        return NO_OPTIONS
+    left, right = parse_window(window, "window")
+    cap = parse_softcap(softcap)
+    threshold = parse_number("skip_threshold", skip_threshold)
+    if not 0.0 <= threshold < 1.0:
+        raise ValueError(f"skip_threshold: {skip_threshold}; a number from 0 to below 1 is needed")
+    for name, x, allowed in (
+        ("sinks", sinks, (torch.float32, torch.bfloat16, torch.float16)),
+        ("kv_lengths", kv_lengths, (torch.int32, torch.int64)),
+    ):
+        if x is None:
+            continue
+        if not isinstance(x, Tensor) or x.is_nested or x.layout is not torch.strided:
+            raise TypeError(f"{name}: a {type(x).__name__}; a strided tensor is needed")
+        if x.dtype not in allowed:
+            raise TypeError(f"{name}: its dtype is {x.dtype}; allowed: {', '.join(map(str, allowed))}")
+        if x.dim() != 1:
+            raise ValueError(f"{name}: its shape is {tuple(x.shape)}; one dimension is needed")
+    if (left, right) == _NO_WINDOW and cap == 0.0 and sinks is None and kv_lengths is None and threshold == 0.0:
+        return NO_OPTIONS
+    return ScoreOptions((left, right), cap, sinks, kv_lengths, threshold, 2 if alignment == "lower_right" else 1)
+
+
 def _format_argument(value: object) -> str:
     return format_tensor(value) if isinstance(value, Tensor) else f"{value!r}, a {type(value).__name__}"
 
@@ -134,6 +190,8 @@ def is_valid_scale(factor: float) -> bool:
 
 def parse_dropout(dropout_p: Any) -> float:
     """Return the probability. Raises TypeError unless it is a number, ValueError unless it is from 0 to 1."""
+    if type(dropout_p) is float and dropout_p == 0.0:  # most calls
+        return dropout_p
     probability = 0.0 if dropout_p is False else parse_number("dropout_p", dropout_p)
     if not 0.0 <= probability <= 1.0:
         raise ValueError(f"dropout_p: {probability}; a probability from 0 to 1 is needed")
@@ -144,6 +202,22 @@ def check_cast_dtype(float32_as: Any) -> None:
     """Raise TypeError unless a dtype is None or one of the kernels' dtypes."""
     if float32_as is not None and not (isinstance(float32_as, torch.dtype) and float32_as in DTYPES):
         raise TypeError(f"float32_as: {float32_as!r}; {' or '.join(map(str, DTYPES))} is needed, or None")
+
+
+def parse_settings(
+    dropout_p: Any, is_causal: Any, scale: Any, enable_gqa: Any, precision: Any, causal_alignment: Any, return_lse: Any,
+    float32_as: Any,
+) -> tuple[float, int, float | None]:  # fmt: skip
+    """Check the arguments of ``sdpa`` besides tensors and ScoreOptions. Return dropout, the mask and the scale.
+
+    The scale may be one that the kernels do not take; None is the default.
+    """
+    causal = parse_causal(is_causal, causal_alignment)
+    check_choice("precision", precision, SDPA_PRECISIONS)
+    check_flag("enable_gqa", enable_gqa)
+    check_flag("return_lse", return_lse)
+    check_cast_dtype(float32_as)
+    return parse_dropout(dropout_p), causal, None if scale is None else parse_number("scale", scale)
 
 
 def check_once(check: Any, tensors: tuple[Any, ...], others: tuple[Any, ...]) -> None:

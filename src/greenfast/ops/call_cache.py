@@ -127,6 +127,12 @@ class CachedLaunch:
     stream: int | None = None
 
 
+def store_plan(cache: CallCache, request: Arguments, plan: Any, q: Tensor, aligned_count: int = 3) -> None:
+    """Store the plan of a call with an output like Q, so that ``replay`` launches it; None for a call without one."""
+    if plan is not None:
+        cache.put(request, CachedLaunch(plan, build_allocator(q, q.dtype, plan.out_strides), aligned_count))
+
+
 def replay(cache: CallCache, request: Arguments, q: Any, out: Any = None) -> tuple[Any, Tensor | None] | None:
     """Launch the cached plan of a request. Return the output, and the log-sum-exp or None.
 

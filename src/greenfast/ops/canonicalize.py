@@ -1,6 +1,7 @@
-"""Canonicalization: checks a call of attention and maps PyTorch's inputs to (batch, heads, length, head_dim).
+"""Parsing: checks a call of attention and maps PyTorch's inputs to (batch, heads, length, head_dim).
 
-``greenfast.sdpa`` raises a refusal as an error, ``greenfast.explain`` returns it. Reasons contain no lengths, because
+``greenfast.sdpa`` and ``greenfast.explain`` parse a call once, to an ``SdpaCall``. The first raises a refusal as an
+error, the second returns it. Reasons contain no lengths, because
 these may be symbols of a traced graph.
 """
 
@@ -13,10 +14,11 @@ from torch import Tensor
 
 from greenfast.kernels import HEAD_DIMS
 from greenfast.ops import torch_ops
+from greenfast.ops.arguments import NO_OPTIONS, ScoreOptions, parse_settings
 from greenfast.ops.block_mask import BlockMask
 from greenfast.ops.layout import pad_head_dim
-from greenfast.ops.quantized import DTYPES, TOKEN, format_head_dim_error
-from greenfast.ops.symbols import is_known, require
+from greenfast.ops.quantized import DTYPES, PRECISIONS, TOKEN, format_head_dim_error
+from greenfast.ops.symbols import broadcast_shapes, is_known, require
 
 Shape = tuple[int, ...]
 
@@ -53,6 +55,57 @@ class CanonicalCall(NamedTuple):
         return False
 
 
+class SdpaCall(NamedTuple):
+    """The arguments of a call of ``sdpa``, parsed.
+
+    query, key, value, attn_mask: as passed. causal: a Mask of ``kernels.attention.config``. scale: None for the
+    default. canonical: whether query, key and value are (B, H, S, D), (B, HK, KV, D) as the operators take them.
+    jagged: whether all three are jagged. form: None if nothing is to be mapped and the operators check the tensors.
+    """
+
+    query: Any
+    key: Any
+    value: Any
+    attn_mask: Any
+    dropout_p: float
+    causal: int
+    scale: float | None
+    enable_gqa: bool
+    precision: str
+    return_lse: bool
+    float32_as: torch.dtype | None
+    options: ScoreOptions
+    canonical: bool
+    jagged: bool
+    form: CanonicalCall | Refusal | None
+
+
+def parse_call(
+    query: Any, key: Any, value: Any, attn_mask: Any, dropout_p: Any, is_causal: Any, scale: Any, enable_gqa: Any,
+    precision: Any, causal_alignment: Any, return_lse: Any, float32_as: Any, options: ScoreOptions, *,
+    operators_check: bool,
+) -> SdpaCall:  # fmt: skip
+    """Parse the arguments of ``sdpa``. Launches nothing.
+
+    operators_check: leave the checks of tensors that need no mapping to the operators; ``form`` is then None. Raises
+    TypeError and ValueError for flags, numbers and choices; a refusal of the tensors is returned as ``form``.
+    """
+    dropout, causal, scale = parse_settings(
+        dropout_p, is_causal, scale, enable_gqa, precision, causal_alignment, return_lse, float32_as
+    )
+    canonical = is_canonical(query, key, value, enable_gqa)
+    jagged = not canonical and is_jagged(query, key, value)
+    unmapped = canonical and attn_mask is None and float32_as is None and options is NO_OPTIONS
+    form: CanonicalCall | Refusal | None = None
+    if not (unmapped and operators_check and not dropout and precision in PRECISIONS):
+        arguments = (query, key, value, attn_mask, dropout, causal, enable_gqa, float32_as)
+        form = _canonicalize_jagged(*arguments, precision, options) if jagged else canonicalize(*arguments)
+    return SdpaCall(
+        query, key, value, attn_mask, dropout, causal, scale, enable_gqa, precision, return_lse, float32_as, options,
+        canonical, jagged, form,
+    )  # fmt: skip
+
+
 def is_canonical(query: Any, key: Any, value: Any, enable_gqa: bool) -> bool:
     """Return whether the operators accept the shapes of three tensors as they are. The operators check everything else.
 
@@ -72,8 +125,10 @@ def is_canonical(query: Any, key: Any, value: Any, enable_gqa: bool) -> bool:
         return False
     if torch.compiler.is_compiling():
         return _is_canonical_traced(q, k, v, enable_gqa)
-    shares = q[1] == k[1] or (enable_gqa and k[1] > 0 and q[1] % k[1] == 0)
-    return k == v and shares and q[0] == k[0] and q[3] == k[3] and q[3] > 0 and q[1] > 0
+    (batch, heads, _, head_dim), (kv_batch, kv_heads, _, kv_head_dim) = q, k
+    if k != v or batch != kv_batch or head_dim != kv_head_dim or head_dim == 0 or heads == 0:
+        return False
+    return heads == kv_heads or (enable_gqa and kv_heads > 0 and heads % kv_heads == 0)
 
 
 def _is_canonical_traced(q: Shape, k: Shape, v: Shape, enable_gqa: bool) -> bool:
@@ -124,23 +179,13 @@ def is_jagged(*tensors: Any) -> bool:
     return True
 
 
-def canonicalize_call(
-    query: Any, key: Any, value: Any, attn_mask: Any, dropout_p: float, causal: int, enable_gqa: bool,
-    float32_as: torch.dtype | None, precision: str, options: Any,
-) -> CanonicalCall | Refusal:  # fmt: skip
-    """Return the canonical form of a call on plain or jagged tensors, or its refusal. options: ScoreOptions."""
-    plain = query, key, value, attn_mask, dropout_p, causal, enable_gqa, float32_as
-    return _canonicalize_jagged(*plain, precision, options) if is_jagged(query, key, value) else canonicalize(*plain)
-
-
 def _canonicalize_jagged(
     query: Any, key: Any, value: Any, attn_mask: Any, dropout_p: float, causal: int, enable_gqa: bool,
-    float32_as: torch.dtype | None, precision: str, options: Any,
+    float32_as: torch.dtype | None, precision: str, options: ScoreOptions,
 ) -> CanonicalCall | Refusal:  # fmt: skip
     """Return the canonical form of a call on jagged tensors (B, H, j, D), or its refusal.
 
     Its lengths are the mean lengths, rounded up: the lengths themselves are on the device, and are not read there.
-    options: ScoreOptions of ``masked``.
     """
     if options.kv_lengths is not None:
         return Refusal(NotImplementedError, "kv_lengths: nested tensors have lengths of their own")
@@ -251,15 +296,15 @@ def _canonicalize_shapes(query: Shape, key: Shape, value: Shape, enable_gqa: boo
             if not (empty or is_known(heads == count) or (require(count > 0) and require(heads % count == 0))):
                 return Refusal(ValueError, f"{name}: the heads of query are not a multiple of its heads")
     else:
-        merged = _broadcast_shapes([(heads,), (key_heads,), (value_heads,)])
+        merged = broadcast_shapes((heads,), (key_heads,), (value_heads,))
         if merged is None:
             shared = "; enable_gqa=True lets query heads share them"
-            wrong = "value" if _broadcast_shapes([(heads,), (key_heads,)]) else "key"
+            wrong = "value" if broadcast_shapes((heads,), (key_heads,)) else "key"
             return Refusal(ValueError, f"{wrong}: its heads differ from query's and cannot be broadcast{shared}")
         heads = merged[0]
-    batch = _broadcast_shapes([x[:-3] for x in shapes])
+    batch = broadcast_shapes(*[x[:-3] for x in shapes])
     if batch is None:
-        wrong = "value" if _broadcast_shapes([x[:-3] for x in shapes[:2]]) is not None else "key"
+        wrong = "value" if broadcast_shapes(query[:-3], key[:-3]) is not None else "key"
         return Refusal(ValueError, f"{wrong}: its batch differs from query's and cannot be broadcast")
     many = max(len(x) for x in shapes) > 2
     width = max(8, query[-1], -(-value[-1] // 8) * 8)
@@ -274,22 +319,6 @@ def _canonicalize_shapes(query: Shape, key: Shape, value: Shape, enable_gqa: boo
         out=(*batch, *([heads] if many else []), query[-2], value[-1]),
         causal=0,
     )
-
-
-def _broadcast_shapes(shapes: list[Shape]) -> Shape | None:
-    """Broadcast shapes. Return None if they do not broadcast. A symbol counts as not 1, as in PyTorch."""
-    sizes: list[int] = []
-    for dim in range(1, max(len(x) for x in shapes) + 1):
-        size = 1
-        for x in shapes:
-            n = x[-dim] if dim <= len(x) else 1
-            if is_known(n == 1):
-                continue
-            if not is_known(size == 1) and not require(size == n):
-                return None
-            size = n
-        sizes.insert(0, size)
-    return tuple(sizes)
 
 
 def _apply_mask(form: CanonicalCall, mask: Any, query: Tensor, causal: int) -> CanonicalCall | Refusal:
@@ -325,7 +354,7 @@ def _apply_mask(form: CanonicalCall, mask: Any, query: Tensor, causal: int) -> C
 def _refuse_mask_shape(form: CanonicalCall, mask: Tensor) -> Refusal | None:
     """Return a refusal of a mask that does not broadcast to the scores, else None."""
     scores = (*form.out[:-1], form.key[2])
-    if mask.dim() >= 2 and _broadcast_shapes([scores, tuple(mask.shape)]) == scores:
+    if mask.dim() >= 2 and broadcast_shapes(scores, mask.shape) == scores:
         return None
     return Refusal(ValueError, "attn_mask: its shape cannot be broadcast to the scores, (..., queries, keys)")
 

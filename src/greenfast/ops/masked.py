@@ -10,24 +10,16 @@ import importlib
 import math
 import weakref
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from greenfast.ops import autograd, reference, torch_ops
-from greenfast.ops.arguments import (
-    MAX_LENGTH,
-    check_once,
-    has_key_mean,
-    parse_number,
-    parse_scale,
-    parse_softcap,
-    parse_window,
-)
+from greenfast.ops.arguments import MAX_LENGTH, NO_OPTIONS, ScoreOptions, check_once, has_key_mean
 from greenfast.ops.backward import flash_backward, masked_backward
 from greenfast.ops.block_mask import BlockMask
-from greenfast.ops.call_cache import CachedLaunch, CallCache, build_allocator, replay
+from greenfast.ops.call_cache import CallCache, replay, store_plan
 from greenfast.ops.layout import is_capturing
 from greenfast.ops.quantized import (
     TOKEN,
@@ -115,67 +107,6 @@ class MaskSpec:
             return slice(None)
         length = min(max(0, int(self.kv_lengths[sequence])), kv_len)
         return slice(length) if self.kv_rows is None else self.kv_rows[sequence, :length].long()
-
-
-class ScoreOptions(NamedTuple):
-    """Options of ``sdpa`` for scores, beyond a causal mask.
-
-    window: (left, right), -1 for no limit. softcap: 0 for none. sinks: (H,), or None. kv_lengths: (B,), or None.
-    skip_threshold: 0 for none. alignment: of the window, as in MaskSpec.
-    """
-
-    window: tuple[int, int] = (-1, -1)
-    softcap: float = 0.0
-    sinks: Tensor | None = None
-    kv_lengths: Tensor | None = None
-    skip_threshold: float = 0.0
-    alignment: int = 1
-
-
-NO_OPTIONS = ScoreOptions()
-
-
-def are_defaults(window: Any, softcap: Any, sinks: Any, kv_lengths: Any, skip_threshold: Any) -> bool:
-    """Return whether a call has no options. False also for values of other types: their comparison may raise."""
-    return (
-        sinks is None
-        and kv_lengths is None
-        and type(softcap) is float
-        and softcap == 0.0
-        and type(skip_threshold) is float
-        and skip_threshold == 0.0
-        and type(window) is tuple
-        and len(window) == 2
-        and type(window[0]) is int
-        and type(window[1]) is int
-        and window == (-1, -1)
-    )
-
-
-def parse_options(
-    window: Any, softcap: Any, sinks: Any, kv_lengths: Any, skip_threshold: Any, alignment: str
-) -> ScoreOptions:
-    """Return checked options. Raises TypeError and ValueError; sizes and devices are checked by the operator."""
-    left, right = parse_window(window, "window")
-    cap = parse_softcap(softcap)
-    threshold = parse_number("skip_threshold", skip_threshold)
-    if not 0.0 <= threshold < 1.0:
-        raise ValueError(f"skip_threshold: {skip_threshold}; a number from 0 to below 1 is needed")
-    for name, x, allowed in (
-        ("sinks", sinks, (torch.float32, torch.bfloat16, torch.float16)),
-        ("kv_lengths", kv_lengths, (torch.int32, torch.int64)),
-    ):
-        if x is None:
-            continue
-        if not isinstance(x, Tensor) or x.is_nested or x.layout is not torch.strided:
-            raise TypeError(f"{name}: a {type(x).__name__}; a strided tensor is needed")
-        if x.dtype not in allowed:
-            raise TypeError(f"{name}: its dtype is {x.dtype}; allowed: {', '.join(map(str, allowed))}")
-        if x.dim() != 1:
-            raise ValueError(f"{name}: its shape is {tuple(x.shape)}; one dimension is needed")
-    if (left, right) == (-1, -1) and cap == 0.0 and sinks is None and kv_lengths is None and threshold == 0.0:
-        return NO_OPTIONS
-    return ScoreOptions((left, right), cap, sinks, kv_lengths, threshold, 2 if alignment == "lower_right" else 1)
 
 
 def make_spec(mask: Any, causal: int, options: ScoreOptions, q_len: Any, kv_len: Any, batch: Any) -> MaskSpec | None:
@@ -306,21 +237,6 @@ def _read_mask(mask: Tensor, causal: int, q_len: Any, kv_len: Any, batch: Any) -
         rows = torch.argsort(kept.logical_not(), dim=1, stable=True).to(torch.int32)
         return MaskSpec(kv_lengths=kept.sum(1, dtype=torch.int32), kv_rows=rows)
     return MaskSpec(lists=BlockMask.from_bool(mask.expand(*mask.shape[:2], q_len, kv_len)))
-
-
-def is_padding(mask: Any, causal: int, query: Any, key: Any) -> bool:
-    """Return whether a mask of ``sdpa`` leaves out keys for all queries: booleans (B or 1, 1, 1, KV)."""
-    return (
-        all([isinstance(x, Tensor) for x in (mask, query, key)])
-        and not causal
-        and mask.dtype == torch.bool
-        and mask.device == query.device
-        and mask.dim() == query.dim() == key.dim() == 4
-        and is_known(mask.shape[1] == 1)
-        and is_known(mask.shape[2] == 1)
-        and is_known(mask.shape[3] == key.shape[2])
-        and (is_known(mask.shape[0] == 1) or is_known(mask.shape[0] == query.shape[0]))
-    )
 
 
 def clear_padding(kept: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -591,30 +507,15 @@ MASKED_LSE = torch.ops.greenfast.masked_lse.default
 MASKED_KEPT = torch.ops.greenfast.masked_kept.default
 
 
-def replay_options(
-    query: Any, key: Any, value: Any, options: ScoreOptions, causal: int, scale: float | None, enable_gqa: bool,
-    precision: str,
-) -> Tensor | None:  # fmt: skip
-    """Launch a repeated call of ``sdpa`` with options and without ``attn_mask``; None if it is not in the cache."""
-    kinds = (options.sinks is None or options.sinks.dtype == torch.float32) and (
-        options.kv_lengths is None or options.kv_lengths.dtype == torch.int32
-    )
-    if not kinds or not isinstance(query, Tensor) or query.dim() != 4 or not (enable_gqa or query.shape == key.shape):
-        return None
-    left, right = options.window
-    numbers = (causal or options.alignment, left, 0 if causal else right, options.softcap, options.skip_threshold)
-    factor = parse_scale(scale, query.shape[3])
-    lists = (None, None, None)
-    request = (query, key, value, options.kv_lengths, None, options.sinks, *lists, precision, *numbers, factor)
-    replayed = replay(MASKED_CACHE, request, query)
-    return None if replayed is None else replayed[0]
-
-
 def compute_masked(
     query: Tensor, key: Tensor, value: Tensor, spec: MaskSpec, options: ScoreOptions, precision: str, scale: float,
-    return_lse: bool,
+    return_lse: bool, where: tuple[CallCache, tuple[Any, ...]] | None,
 ) -> Any:  # fmt: skip
-    """Compute attention of tensors in the kernels' layout, (B, H, S, D); with ``return_lse`` also the log-sum-exp."""
+    """Compute attention of tensors in the kernels' layout, (B, H, S, D); with ``return_lse`` also the log-sum-exp.
+
+    where: the cache and the key by which the caller has looked up the launches. Its tensors are query, key, value, and
+    the lengths and sinks of ``options``. If None, they are looked up here.
+    """
     sinks = None if options.sinks is None else options.sinks.to(torch.float32)
     lists = (None, None, None) if spec.lists is None else (spec.lists.counts, spec.lists.entries, spec.lists.bits)
     args = (
@@ -625,16 +526,15 @@ def compute_masked(
         return MASKED_LSE(*args)
     if torch.compiler.is_compiling():
         return MASKED(*args)
-    replayed = replay(MASKED_CACHE, args, query)
-    if replayed is not None:
-        return replayed[0]
+    if where is None or sinks is not options.sinks or spec.kv_lengths is not options.kv_lengths:  # these are casts
+        where = MASKED_CACHE, args
+        replayed = replay(*where, query)
+        if replayed is not None:
+            return replayed[0]
     if not torch_ops.can_skip_dispatcher(*[x for x in args if isinstance(x, Tensor)]):
         return MASKED(*args)
     out = _masked_gpu(False, *args)[0]
-    plan = torch_ops.load_cuda().get_masked_plan(False, *args)
-    if plan is not None:
-        launch = CachedLaunch(plan, build_allocator(query, query.dtype, plan.out_strides), aligned_count=3)
-        MASKED_CACHE.put(args, launch)
+    store_plan(*where, torch_ops.load_cuda().get_masked_plan(False, *args), query)
     return out
 
 

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,44 +18,24 @@ from greenfast.kernels.attention.backward import MOST_HEAD_BYTES, BackwardMask, 
 from greenfast.ops import routing_rules, torch_ops
 from greenfast.ops.arguments import (
     MASKED_ON_HOPPER,
+    NO_OPTIONS,
     PACKED_ON_HOPPER,
     SERVING_ON_HOPPER,
-    check_cast_dtype,
-    check_flag,
     is_valid_scale,
-    parse_causal,
-    parse_dropout,
     parse_length,
-    parse_number,
+    parse_options,
 )
 from greenfast.ops.block import RowArguments
 from greenfast.ops.block_mask import BlockMask
-from greenfast.ops.canonicalize import (
-    CanonicalCall,
-    Refusal,
-    Shape,
-    canonicalize_call,
-    get_cast_dtype,
-    is_canonical,
-    is_jagged,
-)
+from greenfast.ops.canonicalize import CanonicalCall, Refusal, SdpaCall, Shape, get_cast_dtype, parse_call
 from greenfast.ops.context_stack import ACTIVE, in_context_parallel
-from greenfast.ops.masked import (
-    NO_OPTIONS,
-    TOKEN_MASKS,
-    ScoreOptions,
-    check_options,
-    describe_mask,
-    is_padding,
-    parse_options,
-)
+from greenfast.ops.masked import TOKEN_MASKS, check_options, describe_mask
 from greenfast.ops.parts import list_tensors
 from greenfast.ops.quantized import (
     BACKWARDS,
     DTYPES,
     PRECISIONS,
     PRECISIONS_AND_AUTO,
-    SDPA_PRECISIONS,
     TOKEN,
     Alignment,
     AutoPrecision,
@@ -63,7 +43,7 @@ from greenfast.ops.quantized import (
     check_choice,
     pad_head_dim_size,
 )
-from greenfast.ops.symbols import is_certain
+from greenfast.ops.symbols import is_certain, is_known
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import UsageError
 
@@ -174,36 +154,41 @@ def explain(
     Raises TypeError for flags, numbers and lengths of the wrong type, and ValueError for an unknown ``precision``,
     ``causal_alignment``, ``backward`` or ``target`` and for a probability outside 0 to 1.
     """
-    if type(backward) is not str or backward != "16bit":
-        check_choice("backward", backward, BACKWARDS)
-    forward = _explain_forward(
-        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, precision=precision,
-        causal_alignment=causal_alignment, float32_as=float32_as, window=window, softcap=softcap, sinks=sinks,
-        kv_lengths=kv_lengths, skip_threshold=skip_threshold, q_norm=q_norm, rope=rope, norm=norm,
-        min_length=min_length, target=target,
+    check_choice("backward", backward, BACKWARDS)
+    gpu = None if target is None else _parse_target(target)
+    if min_length is not None:
+        min_length = parse_length("min_length", min_length)
+    options = parse_options(window, softcap, sinks, kv_lengths, skip_threshold, causal_alignment)
+    row = None
+    if _are_parts(query, key, value):
+        row = RowArguments(query, key, value, q_norm, q_norm, norm, None, None, 0.0, rope, None, False)
+        query, key, value = _expand_parts(row)
+    call = parse_call(
+        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, precision, causal_alignment, False,
+        float32_as, options, operators_check=False,
     )  # fmt: skip
+    forward = explain_call(call, min_length, gpu)
     if not forward.taken:
         return replace(forward, backward=TORCH)
+    if row is not None:
+        forward = _add_reason(forward, _explain_parts(row, call, forward))
+    else:
+        forward = _add_reason(forward, _explain_transform(call, forward, q_norm is not None, rope is not None))
     if backward == "16bit":
         return replace(forward, backward=backward)
-    options = parse_options(window, softcap, sinks, kv_lengths, skip_threshold, causal_alignment)
     chosen = ""
-    if isinstance(query, list | tuple) or q_norm is not None or rope is not None:
+    if row is not None or q_norm is not None or rope is not None:
         obstacle = "the backward pass of attention_block recomputes the forward pass"
     elif in_context_parallel():
         obstacle = "not inside a context_parallel"
     else:
-        plain, causal = dropout_p == 0.0, parse_causal(is_causal, causal_alignment)
-        gpu = None if target is None else _parse_target(target)
-        chosen, obstacle = choose_backward(
-            backward, query, key, value, attn_mask, plain, options, causal, enable_gqa, precision, gpu
-        )  # fmt: skip
+        chosen, obstacle = choose_backward(backward, call, gpu)
     if obstacle:
         if backward != "auto":
             return Explanation(TORCH, f'backward="{backward}": {obstacle}', "", TORCH)
         return replace(forward, backward="16bit", backward_reason=obstacle)
     why = _KEPT_REASONS[chosen]
-    if target is None and not cast(Tensor, query).is_cuda:
+    if target is None and not call.query.is_cuda:
         why = "the output and the log-sum-exp of the forward pass are kept; exact gradients without a GPU"
     return replace(forward, backward=chosen, backward_reason=why)
 
@@ -215,57 +200,51 @@ def _add_reason(explanation: Explanation, reason: str) -> Explanation:
     return replace(explanation, reason=f"{explanation.reason}; {reason}")
 
 
-def choose_backward(
-    backward: Backward, query: Any, key: Any, value: Any, mask: Any, plain: bool, options: ScoreOptions, causal: int,
-    enable_gqa: bool, precision: str, gpu: Target | None = None,
-) -> tuple[str, str]:  # fmt: skip
+def choose_backward(backward: Backward, call: SdpaCall, gpu: Target | None = None) -> tuple[str, str]:
     """Return "8bit" or "16bit_kept", and the reason why a call of ``sdpa`` cannot have it, or an empty string.
 
-    backward: the choice itself, or "auto": then the reason is that of "8bit" if the call can have neither. mask:
-    attn_mask. plain: without dropout and a log-sum-exp. gpu: the target, by default the query's device.
+    backward: the choice itself, or "auto": then the reason is that of "8bit" if the call can have neither. gpu: the
+    target, by default the query's device.
     """
-    masked = mask is not None or options is not NO_OPTIONS
-    if mask is not None and not is_padding(mask, causal, query, key):
-        plain = False
-    left, right = options.window
-    window = left + max(right, 0) + 1 if left >= 0 and (right >= 0 or causal > 0) else None
+    left, right = call.options.window
+    window = left + max(right, 0) + 1 if left >= 0 and (right >= 0 or call.causal > 0) else None
     obstacles = {}
     for chosen in KEPT_BACKWARDS if backward == "auto" else (str(backward),):
         in_8_bits = chosen == "8bit"
-        obstacle = _find_kept_obstacle(in_8_bits, query, key, value, plain, masked, options, enable_gqa, precision, gpu)
+        obstacle = _find_kept_obstacle(call, in_8_bits, gpu)
         if not obstacle and in_8_bits:
-            obstacle = _find_large_ds(query, key, window)
+            obstacle = _find_large_ds(call.query, call.key, window)
         if not obstacle and backward == "auto":
-            shifted = causal == 2 and not is_certain(query.shape[2] == key.shape[2])
+            shifted = call.causal == 2 and not is_certain(call.query.shape[2] == call.key.shape[2])
             narrow = window is not None and window < WIDE_WINDOW
-            obstacle = _find_unmeasured(query, key, mask is not None or narrow or (shifted and in_8_bits))
+            masked = call.attn_mask is not None or narrow or (shifted and in_8_bits)
+            obstacle = _find_unmeasured(call.query, call.key, masked)
         if not obstacle:
             return chosen, ""
         obstacles[chosen] = obstacle
     return next(iter(obstacles.items()))
 
 
-def _find_kept_obstacle(
-    in_8_bits: bool, query: Any, key: Any, value: Any, plain: bool, masked: bool, options: ScoreOptions,
-    enable_gqa: bool, precision: str, gpu: Target | None,
-) -> str:  # fmt: skip
+def _find_kept_obstacle(call: SdpaCall, in_8_bits: bool, gpu: Target | None) -> str:
     """Return why a call cannot keep its forward pass for the backward pass, or an empty string."""
-    if not plain or options.softcap or options.sinks is not None or options.skip_threshold:
+    query, options = call.query, call.options
+    recomputed = options.softcap or options.sinks is not None or options.skip_threshold
+    if recomputed or call.dropout_p or call.return_lse or (call.attn_mask is not None and not _has_padding(call)):
         return (
             "with softcap, sinks, skip_threshold, dropout, return_lse, and an attn_mask other than booleans "
             "(B, 1, 1, KV), the backward pass recomputes the forward pass"
         )
-    if masked and not in_8_bits:
+    if (call.attn_mask is not None or options is not NO_OPTIONS) and not in_8_bits:
         return 'with window, kv_lengths and attn_mask the backward pass recomputes the forward pass; "8bit" has them'
-    if is_jagged(query, key, value):
+    if call.jagged:
         return 'with jagged tensors the backward pass recomputes the forward pass; "8bit" takes padding with kv_lengths'
-    if precision not in PRECISIONS:
+    if call.precision not in PRECISIONS:
         allowed = ", ".join(map(repr, PRECISIONS))
-        return f"with precision {precision!r} the backward pass recomputes the forward pass; allowed are {allowed}"
+        return f"with precision {call.precision!r} the backward pass recomputes the forward pass; allowed are {allowed}"
     dtypes = (torch.bfloat16,) if in_8_bits else DTYPES
     if (
-        not is_canonical(query, key, value, enable_gqa)
-        or len({torch_ops.get_autocast_dtype(x) for x in (query, key, value)} | {*dtypes}) > len(dtypes)
+        not call.canonical
+        or len({torch_ops.get_autocast_dtype(x) for x in (query, call.key, call.value)} | {*dtypes}) > len(dtypes)
         or (in_8_bits and query.shape[3] not in HEAD_DIMS)
     ):
         *others, last = HEAD_DIMS
@@ -277,6 +256,23 @@ def _find_kept_obstacle(
     ):
         return "the GPU has no such kernels; they need an H100 or H200"
     return ""
+
+
+def _has_padding(call: SdpaCall) -> bool:
+    """Return whether the mask of a call leaves out keys for all queries: booleans (B or 1, 1, 1, KV)."""
+    mask, query, key = call.attn_mask, call.query, call.key
+    return (
+        call.canonical
+        and isinstance(mask, Tensor)
+        and not call.causal
+        and mask.dtype == torch.bool
+        and mask.device == query.device
+        and mask.dim() == 4
+        and is_known(mask.shape[1] == 1)
+        and is_known(mask.shape[2] == 1)
+        and is_known(mask.shape[3] == key.shape[2])
+        and (is_known(mask.shape[0] == 1) or is_known(mask.shape[0] == query.shape[0]))
+    )
 
 
 def _find_large_ds(query: Tensor, key: Tensor, window: int | None) -> str:
@@ -304,83 +300,53 @@ def _find_unmeasured(query: Tensor, key: Tensor, masked: bool) -> str:
     return f"query or key may be shorter than {LONG_BACKWARD}, where a kept forward pass was not measured to be faster"
 
 
-def _explain_forward(
-    query: Any, key: Any, value: Any, attn_mask: Any, *args: Any, q_norm: Any = None, rope: Any = None,
-    norm: str = "rms", **options: Any,
-) -> Explanation:  # fmt: skip
-    """Compute ``explain`` without the backward pass. args, options: its other arguments."""
-    if _are_parts(query, key, value):
-        row = RowArguments(query, key, value, q_norm, q_norm, norm, None, None, 0.0, rope, None, False)
-        return _explain_parts(row, attn_mask, *args, **options)
-    explanation = _explain_tensors(query, key, value, attn_mask, *args, **options)
-    if not explanation.taken or (q_norm is None and rope is None):
-        return explanation
-    names = " and ".join(name for name, x in (("norm", q_norm), ("RoPE", rope)) if x is not None)
-    padding = options["kv_lengths"] is not None or (isinstance(attn_mask, Tensor) and attn_mask.shape[-2] == 1)
-    masked_grad = query.requires_grad and (attn_mask is not None or options["window"] != (-1, -1))
-    fused = explanation.kernel == "hopper" and not padding and not masked_grad
-    by = "in the pass that quantizes Q, K and V" if fused else "by PyTorch, before quantization"
-    return _add_reason(explanation, f"{names} {by}")
+def explain_call(call: SdpaCall, min_length: int | None = 0, gpu: Target | None = None) -> Explanation:
+    """Compute ``explain`` of a call with a form, without norm, RoPE and the backward pass.
 
-
-def _explain_tensors(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | BlockMask | None, dropout_p: float, is_causal: bool,
-    scale: float | None, enable_gqa: bool, *, precision: AutoPrecision, causal_alignment: Alignment,
-    float32_as: torch.dtype | None, window: Sequence[int], softcap: float, sinks: Tensor | None,
-    kv_lengths: Tensor | None, skip_threshold: float, min_length: int | None, target: str | None,
-) -> Explanation:  # fmt: skip
-    """Compute ``explain`` of a call without norm and RoPE on whole tensors, without the backward pass."""
-    check_choice("precision", precision, SDPA_PRECISIONS)
-    causal = parse_causal(is_causal, causal_alignment)
-    check_flag("enable_gqa", enable_gqa)
-    if min_length is not None:
-        min_length = parse_length("min_length", min_length)
-    check_cast_dtype(float32_as)
-    gpu = None if target is None else _parse_target(target)
-    dropout = parse_dropout(dropout_p)
-    options = parse_options(window, softcap, sinks, kv_lengths, skip_threshold, causal_alignment)
-    if scale is not None and not is_valid_scale(parse_number("scale", scale)):
+    gpu: the target, by default the query's device.
+    """
+    query, form, precision = call.query, call.form, call.precision
+    if call.scale is not None and not is_valid_scale(call.scale):
         return Explanation(TORCH, "scale: the kernels take positive, finite ones")
     if in_context_parallel():
+        alignment = "lower_right" if call.causal == 2 else "upper_left"
         parallel: Explanation = ACTIVE[-1].explain(
-            query, key, value, attn_mask, dropout_p, is_causal, enable_gqa, precision=precision,
-            causal_alignment=causal_alignment, float32_as=float32_as,
+            query, call.key, call.value, call.attn_mask, call.dropout_p, call.causal > 0, call.enable_gqa,
+            precision=precision, causal_alignment=alignment, float32_as=call.float32_as,
         )  # fmt: skip
         return parallel
     if not _is_fused_allowed():
         return Explanation(TORCH, "sdpa_kernel: PyTorch's fused backends are disabled, so only its math remains")
-    jagged = is_jagged(query, key, value)
-    for name, x in (("query", query), ("key", key), ("value", value)):
-        if isinstance(x, Tensor) and type(x) not in _TENSOR_TYPES and not jagged:
+    for name, x in (("query", query), ("key", call.key), ("value", call.value)):
+        if isinstance(x, Tensor) and type(x) not in _TENSOR_TYPES and not call.jagged:
             return Explanation(TORCH, f"{name}: a {type(x).__name__}; the kernels take plain tensors")
-    form = canonicalize_call(
-        query, key, value, attn_mask, dropout, causal, enable_gqa, float32_as, precision, options
-    )  # fmt: skip
     if isinstance(form, Refusal):
         return Explanation(TORCH, form.reason)
+    if form is None:
+        raise AssertionError
     for name, shape in (("query", form.query), ("key", form.key)):
         if min_length is not None and not is_certain(shape[2] >= min_length):
             return Explanation(TORCH, f"{name}: shorter than min_length={min_length}, where quantization does not pay")
     fixed = "fp8" if precision == "auto" else precision
-    cost = describe_mask(form.mask, options)
+    cost = describe_mask(form.mask, call.options)
     if cost and (precision == TOKEN or not _has_masks(query, gpu)):
         return Explanation(TORCH, TOKEN_MASKS if precision == TOKEN else MASKED_ON_HOPPER)
-    if not jagged and (options is not NO_OPTIONS or isinstance(form.mask, BlockMask)):
+    if not call.jagged and (call.options is not NO_OPTIONS or isinstance(form.mask, BlockMask)):
         device = None if gpu is None else query.device  # a target is for tensors on any device
         try:
-            check_options(form.mask, options, query.new_empty(1).expand(form.query), form.key[2], device)
+            check_options(form.mask, call.options, query.new_empty(1).expand(form.query), form.key[2], device)
         except ValueError as refused:
             return Explanation(TORCH, str(refused))
     if form.empty:
         return Explanation(NONE, "no rows, or no keys that they attend to: zeros, without a kernel", fixed)
-    dtype = get_cast_dtype(query, float32_as)
-    chosen, quote = str(fixed), ""
+    dtype = get_cast_dtype(query, call.float32_as)
+    chosen, quote = fixed, ""
     comparable = not cost or not (form.mask is None or isinstance(form.mask, BlockMask))  # with PyTorch's attention
     if comparable and (precision == "auto" or min_length is None):
         chosen, quote = _choose_faster(query, form, precision, gpu)
         if not chosen:
             return Explanation(TORCH, quote)
-    kernel = _explain_kernel(query, form, dtype, chosen, gpu, jagged)
+    kernel = _explain_kernel(query, form, dtype, chosen, gpu, call.jagged)
     return _add_reason(_add_reason(kernel, quote), cost)
 
 
@@ -406,41 +372,54 @@ def _are_parts(*inputs: Any) -> bool:
     )
 
 
-def _explain_parts(row: RowArguments, *args: Any, **options: Any) -> Explanation:
-    """Explain a call on the parts of a sequence: as one on the joined tensors, and whether they are read in place."""
+def _expand_parts(row: RowArguments) -> list[Tensor]:
+    """Return tensors with the shapes of the joined query, key and value, without their memory."""
     needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (*row.query, *row.key, *row.value))
-    joined = [
+    return [
         parts[0]
         .new_empty(1, 1, 1, 1)
         .requires_grad_(needs_grad)
         .expand(*parts[0].shape[:2], sum(x.shape[2] for x in parts), parts[0].shape[3])
         for parts in (row.query, row.key, row.value)
     ]
-    explanation = _explain_forward(*joined, *args, **options)
-    if not explanation.taken:
-        return explanation
-    mask = args[0]
-    listed = list_tensors(row)
+
+
+def _explain_transform(call: SdpaCall, forward: Explanation, has_norm: bool, has_rope: bool) -> str:
+    """Return the code for norm and RoPE of a call of ``attention_block``; an empty string without them."""
+    mask, options = call.attn_mask, call.options
+    names = " and ".join(name for name, x in (("norm", has_norm), ("RoPE", has_rope)) if x)
+    padding = options.kv_lengths is not None or (isinstance(mask, Tensor) and mask.shape[-2] == 1)
+    masked_grad = call.query.requires_grad and (mask is not None or options.window != (-1, -1))
+    fused = forward.kernel == "hopper" and not padding and not masked_grad
+    by = "in the pass that quantizes Q, K and V" if fused else "by PyTorch, before quantization"
+    return f"{names} {by}" if names else ""
+
+
+def _explain_parts(row: RowArguments, call: SdpaCall, forward: Explanation) -> str:
+    """Return whether the parts of a sequence are read in place, and the code for their norms and RoPE.
+
+    call, forward: of the joined tensors.
+    """
+    mask, listed = call.attn_mask, list_tensors(row)
     in_place = (
-        explanation.kernel == "hopper"
+        forward.kernel == "hopper"
         and listed is not None
         and not any(isinstance(x, Tensor) and x.dim() != 1 for x in listed[3:5])
-        and options["kv_lengths"] is None
+        and call.options.kv_lengths is None
         and not (isinstance(mask, Tensor) and mask.shape[-2] == 1)
-        and not needs_grad
+        and not call.query.requires_grad
     )
-    has_norm = any(x is not None for x in (row.q_norm if isinstance(row.q_norm, list | tuple) else [row.q_norm]))
-    names = " and ".join(name for name, x in (("norm", has_norm), ("RoPE", row.rope is not None)) if x)
+    separate = isinstance(row.q_norm, list | tuple)
+    has_norm = any(x is not None for x in (row.q_norm if separate else [row.q_norm]))
+    has_rope = row.rope is not None
     if in_place:
+        names = " and ".join(name for name, x in (("norm", has_norm), ("RoPE", has_rope)) if x)
         more = f"{names} in the pass that quantizes Q, K and V; it" if names else "one pass that quantizes Q, K and V"
-        by = f"{more} reads both parts in place"
-    else:
-        own = has_norm and isinstance(row.q_norm, list | tuple)
-        explanation = _explain_forward(
-            *joined, *args, **options, q_norm=None if own else row.q_norm, rope=row.rope, norm=row.norm
-        )
-        by = "norms of the parts by PyTorch, then joined by a copy" if own else "parts joined by a copy"
-    return _add_reason(explanation, by)
+        return f"{more} reads both parts in place"
+    own = has_norm and separate
+    joined = _explain_transform(call, forward, row.q_norm is not None and not own, has_rope)
+    by = "norms of the parts by PyTorch, then joined by a copy" if own else "parts joined by a copy"
+    return f"{joined}; {by}" if joined else by
 
 
 def _choose_faster(query: Tensor, form: CanonicalCall, precision: str, gpu: Target | None) -> tuple[str, str]:

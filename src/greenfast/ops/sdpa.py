@@ -14,7 +14,15 @@ from torch.autograd import forward_ad
 from torch.overrides import handle_torch_function, has_torch_function_variadic
 
 from greenfast.ops import reference, torch_ops
-from greenfast.ops.arguments import check_cast_dtype, check_flag, has_key_mean, parse_causal, parse_dropout, parse_scale
+from greenfast.ops.arguments import (
+    NO_OPTIONS,
+    ScoreOptions,
+    check_flag,
+    has_key_mean,
+    parse_causal,
+    parse_options,
+    parse_scale,
+)
 from greenfast.ops.block import (
     BLOCK,
     BLOCKS,
@@ -28,34 +36,27 @@ from greenfast.ops.block import (
     transform_both,
 )
 from greenfast.ops.block_mask import BlockMask
-from greenfast.ops.call_cache import CachedLaunch, CallCache, build_allocator, replay
+from greenfast.ops.call_cache import CachedLaunch, CallCache, replay, store_plan
 from greenfast.ops.canonicalize import (
     BIAS,
     CanonicalCall,
     Refusal,
-    canonicalize,
-    canonicalize_call,
+    SdpaCall,
     from_kernel_layout,
     get_cast_dtype,
-    is_canonical,
-    is_jagged,
+    parse_call,
     to_kernel_layout,
 )
 from greenfast.ops.context_stack import ACTIVE
 from greenfast.ops.masked import (
     MASKED_KEPT,
-    NO_OPTIONS,
     TOKEN_MASKS,
     MaskSpec,
-    ScoreOptions,
-    are_defaults,
     check_options,
     clear_padding,
     compute_masked,
     compute_masked_codes,
     make_spec,
-    parse_options,
-    replay_options,
 )
 from greenfast.ops.parts import (
     BLOCK_PARTS,
@@ -68,7 +69,6 @@ from greenfast.ops.parts import (
 from greenfast.ops.quantized import (
     BACKWARDS,
     PRECISIONS,
-    SDPA_PRECISIONS,
     TOKEN,
     VALUE_SCALES,
     Alignment,
@@ -76,11 +76,10 @@ from greenfast.ops.quantized import (
     Backward,
     Precision,
     QuantizedQKV,
-    SdpaPrecision,
     check_choice,
     check_tensors,
 )
-from greenfast.ops.routing import choose_backward, explain
+from greenfast.ops.routing import choose_backward, explain_call
 from greenfast.ops.symbols import is_certain, is_known
 from greenfast.ops.token_scales import SDPA_TOKEN, SDPA_TOKEN_LSE
 from greenfast.ops.varlen import attend_jagged
@@ -92,7 +91,7 @@ Biases = Tensor | Sequence[Tensor | None] | None
 #: For subclasses of Tensor, modes, and the tracing of torch.fx.
 _call_torch_function: Any = handle_torch_function
 #: Plans of calls that skipped the dispatcher.
-SDPA_CACHE, BLOCK_CACHE, PARTS_CACHE = CallCache(3), CallCache(9), CallCache(14)
+SDPA_CACHE, BLOCK_CACHE, PARTS_CACHE = CallCache(5), CallCache(9), CallCache(14)
 _NO_MEAN_SCORES = (
     "return_lse: these codes lack the contribution of the keys' mean to the scores; quantize with log_sum_exp=True, or "
     "with subtract_key_mean=False"
@@ -185,11 +184,8 @@ def sdpa(
     and NotImplementedError for masks that are added to scores, ``dropout_p``, other nested and sparse tensors, and head
     dims and GPUs without a kernel. Each error names the argument and the allowed values.
     """
-    options = NO_OPTIONS
-    if not are_defaults(window, softcap, sinks, kv_lengths, skip_threshold):
-        options = parse_options(window, softcap, sinks, kv_lengths, skip_threshold, causal_alignment)
     if ACTIVE:
-        if options is not NO_OPTIONS:
+        if parse_options(window, softcap, sinks, kv_lengths, skip_threshold, causal_alignment) is not NO_OPTIONS:
             raise NotImplementedError(
                 "window, softcap, sinks, kv_lengths, skip_threshold: not inside a context_parallel"
             )
@@ -206,78 +202,40 @@ def sdpa(
             window=window, softcap=softcap, sinks=sinks, kv_lengths=kv_lengths, skip_threshold=skip_threshold,
             backward=backward,
         )  # fmt: skip
-    if type(backward) is not str or backward != "16bit":
-        check_choice("backward", backward, BACKWARDS)
-        check_choice("precision", precision, SDPA_PRECISIONS)
-        check_flag("return_lse", return_lse)
-        simple = parse_dropout(dropout_p) == 0.0 and not return_lse
-        kept = _sdpa_kept(
-            query, key, value, attn_mask, simple, options, parse_causal(is_causal, causal_alignment), scale, enable_gqa,
-            precision, backward,
-        )  # fmt: skip
-        if kept is not None:
-            return kept
-    # The common case is checked inline, because function calls would double the host time.
-    if causal_alignment == "upper_left" and (is_causal is False or is_causal is True):
-        causal = 1 if is_causal else 0
-    else:
-        causal = parse_causal(is_causal, causal_alignment)
-    if type(precision) is not str or precision not in PRECISIONS:
-        check_choice("precision", precision, SDPA_PRECISIONS)
-        check_flag("return_lse", return_lse)
-        if precision == "fp8_token":
-            check_flag("enable_gqa", enable_gqa)
-            return _canonicalized_sdpa(
-                query, key, value, attn_mask, parse_dropout(dropout_p), causal, scale, enable_gqa, precision,
-                return_lse, float32_as, options,
-            )  # fmt: skip
-        if not return_lse and options is NO_OPTIONS and not isinstance(attn_mask, BlockMask):
-            return _sdpa_auto(
-                query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, causal_alignment, float32_as
-            )
-        precision = "fp8"
-    if (enable_gqa is not False and enable_gqa is not True) or (return_lse is not False and return_lse is not True):
-        check_flag("enable_gqa", enable_gqa)
-        check_flag("return_lse", return_lse)
-    plain = (
-        options is NO_OPTIONS
-        and attn_mask is None
-        and float32_as is None
-        and type(dropout_p) is float
-        and dropout_p == 0.0
-    )
-    if options is not NO_OPTIONS and attn_mask is None and not (return_lse or dropout_p or float32_as):
-        out = (
-            None
-            if torch.compiler.is_compiling()
-            else replay_options(query, key, value, options, causal, scale, enable_gqa, precision)
-        )
-        if out is not None:
-            return out
-    repeats = plain and not return_lse and (scale is None or type(scale) is float) and not torch.compiler.is_compiling()
-    if repeats:
-        replayed = replay(SDPA_CACHE, (query, key, value, precision, causal, scale, enable_gqa), query)
+    recomputes = type(backward) is str and backward == "16bit"
+    options = parse_options(window, softcap, sinks, kv_lengths, skip_threshold, causal_alignment)
+    request: tuple[Any, ...] | None = None
+    repeats = attn_mask is None and float32_as is None and return_lse is False and recomputes
+    if repeats and type(dropout_p) is float and dropout_p == 0.0 and not torch.compiler.is_compiling():
+        request = (query, key, value, precision, is_causal, causal_alignment, scale, enable_gqa)
+        if options is not NO_OPTIONS:
+            limits = (*options.window, options.softcap, options.skip_threshold)
+            request = (query, key, value, options.kv_lengths, options.sinks, *request[3:], *limits)
+        replayed = replay(SDPA_CACHE, request, query)
         if replayed is not None:
             return replayed[0]  # type: ignore[no-any-return]
     query, key, value = _cast_for_autocast(query, key, value)
-    if not (plain and is_canonical(query, key, value, enable_gqa)):
-        return _canonicalized_sdpa(
-            query, key, value, attn_mask, parse_dropout(dropout_p), causal, scale, enable_gqa, precision, return_lse,
-            float32_as, options,
-        )  # fmt: skip
-    factor = parse_scale(scale, query.shape[3])
-    if return_lse:
-        both: tuple[Tensor, Tensor] = torch_ops.SDPA_LSE(query, key, value, precision, causal, factor)
-        return both
-    args = (query, key, value, precision, causal, factor)
-    if not torch_ops.can_skip_dispatcher(query, key, value):
-        return torch_ops.SDPA(*args)  # type: ignore[no-any-return]
-    result: Tensor = torch_ops.load_cuda().sdpa(*args)
-    plan = torch_ops.load_cuda().get_sdpa_plan(*args)
-    if repeats and plan is not None:
-        launch = CachedLaunch(plan, build_allocator(query, query.dtype, plan.out_strides), aligned_count=3)
-        SDPA_CACHE.put((query, key, value, precision, causal, scale, enable_gqa), launch)
-    return result
+    call = parse_call(
+        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, precision, causal_alignment, return_lse,
+        float32_as, options, operators_check=True,
+    )  # fmt: skip
+    if not recomputes:
+        check_choice("backward", backward, BACKWARDS)
+        chosen, obstacle = choose_backward(backward, call)
+        if obstacle and backward != "auto":
+            raise NotImplementedError(f'backward="{backward}": {obstacle}{_format_shapes(query, key, value)}')
+        if not obstacle and torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value)):
+            return _attend_kept(call, chosen)
+    if precision == "auto":
+        if return_lse or options is not NO_OPTIONS or isinstance(attn_mask, BlockMask):  # PyTorch has none of them
+            call = call._replace(precision="fp8")
+        else:
+            explanation = explain_call(call)
+            if not explanation.taken:
+                return _attend_by_torch(call)
+            request = None  # the choice depends on more than the arguments
+            call = call._replace(precision="int8" if explanation.precision == "int8" else "fp8")
+    return _attend(call, request)  # type: ignore[no-any-return]
 
 
 def _cast_for_autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -288,66 +246,113 @@ def _cast_for_autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tenso
     return q, k, v
 
 
-def _sdpa_kept(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | BlockMask | None, simple: bool,
-    options: ScoreOptions, causal: int, scale: float | None, enable_gqa: bool, precision: AutoPrecision,
-    backward: Backward,
-) -> Tensor | None:  # fmt: skip
-    """Compute ``sdpa`` and keep its results for the backward pass. None without gradients or if "auto" keeps nothing.
-
-    simple: without dropout and a log-sum-exp. Raises NotImplementedError for other calls.
-    """
-    check_flag("enable_gqa", enable_gqa)
-    query, key, value = _cast_for_autocast(query, key, value)
-    arguments = (query, key, value, attn_mask, simple, options, causal, enable_gqa, precision)
-    chosen, obstacle = choose_backward(backward, *arguments)
-    if obstacle and backward == "auto":
-        return None
-    if obstacle:
-        raise NotImplementedError(f'backward="{backward}": {obstacle}{_format_shapes(query, key, value)}')
-    if not (torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))):
-        return None
-    factor = parse_scale(scale, query.shape[3])
-    spec = make_spec(attn_mask, causal, options, query.shape[2], key.shape[2], query.shape[0])
+def _attend_kept(call: SdpaCall, backward: str) -> Tensor:
+    """Compute ``sdpa`` and keep its results for the backward pass, "8bit" or "16bit_kept"."""
+    query, key, value, form = call.query, call.key, call.value, call.form
+    if isinstance(form, Refusal):
+        raise _build_error(call, form)
+    factor, mask = parse_scale(call.scale, query.shape[3]), None if form is None else form.mask
+    spec = make_spec(mask, call.causal, call.options, query.shape[2], key.shape[2], query.shape[0])
     if spec is None:
-        bits = 8 if chosen == "8bit" else 16
-        out, *_ = torch_ops.SDPA_KEPT(query, key, value, precision, causal, factor, bits)
+        bits = 8 if backward == "8bit" else 16
+        out, *_ = torch_ops.SDPA_KEPT(query, key, value, call.precision, call.causal, factor, bits)
     else:
         limits = (spec.alignment, spec.left, spec.right)
-        out, *_ = MASKED_KEPT(query, key, value, precision, spec.kv_lengths, spec.kv_rows, *limits, factor)
+        out, *_ = MASKED_KEPT(query, key, value, call.precision, spec.kv_lengths, spec.kv_rows, *limits, factor)
     return out  # type: ignore[no-any-return]
 
 
-def _sdpa_auto(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float, is_causal: bool,
-    scale: float | None, enable_gqa: bool, alignment: Alignment, float32_as: torch.dtype | None,
-) -> Tensor:  # fmt: skip
-    """Compute ``sdpa`` in the precision that is faster, or by PyTorch's own attention."""
-    explanation = explain(
-        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, precision="auto",
-        causal_alignment=alignment, float32_as=float32_as,
-    )  # fmt: skip
-    if explanation.taken:
-        return sdpa(
-            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa,
-            precision="int8" if explanation.precision == "int8" else "fp8", causal_alignment=alignment,
-            float32_as=float32_as,
-        )  # fmt: skip
-    if is_jagged(query, key, value):
+def _attend(call: SdpaCall, request: tuple[Any, ...] | None) -> Any:
+    """Compute ``sdpa`` by the operators, or raise the refusal of the call.
+
+    request: the key of its launches in SDPA_CACHE; None if the call is not looked up there.
+    """
+    query, key, value, form = call.query, call.key, call.value, call.form
+    if isinstance(form, Refusal):
+        raise _build_error(call, form, _ALTERNATIVE if form.error is NotImplementedError else "")
+    factor = parse_scale(call.scale, query.shape[-1])
+    if form is None:
+        return _attend_dense((query, key, value, call.precision, call.causal, factor), call.return_lse, request)
+    spec, options = None, call.options
+    if not call.jagged:
+        spec = make_spec(form.mask, form.causal, options, form.query[2], form.key[2], form.query[0])
+    if call.precision == TOKEN and spec is not None:
+        raise NotImplementedError(TOKEN_MASKS)
+    widened = query.dtype == torch.float32
+    if call.float32_as is not None:
+        query, key, value = (x.to(get_cast_dtype(x, call.float32_as)) for x in (query, key, value))
+    lse: Tensor | None
+    if call.jagged:
+        left, right = options.window
+        window, sinks = (left, 0 if form.causal else right), options.sinks
+        sinks = None if sinks is None else sinks.float()
+        out, lse = attend_jagged(
+            query, key, value, sinks, window, options.softcap, factor, call.precision, call.return_lse
+        )
+    elif form.empty:
+        if spec is not None:
+            check_options(form.mask, options, query.new_empty(1).expand(form.query), form.key[2])
+        out, lse = _build_empty_result(form, query, key, value)
+        if options.sinks is not None:
+            lse = lse.maximum(options.sinks.float().unsqueeze(-1))
+    else:
+        tensors = to_kernel_layout(form, query, key, value)
+        if form.causal and form.mask is not None and is_known(form.mask.shape[1] * form.mask.shape[2] == 1):
+            tensors = (tensors[0], *clear_padding(form.mask, *tensors[1:]))
+        if spec is not None:
+            where = (SDPA_CACHE, request) if call.canonical and request is not None else None
+            result = compute_masked(*tensors, spec, options, call.precision, factor, call.return_lse, where)
+        elif call.precision == TOKEN:
+            result = (SDPA_TOKEN_LSE if call.return_lse else SDPA_TOKEN)(*tensors, form.causal, factor)
+        else:
+            result = _attend_dense((*tensors, call.precision, form.causal, factor), call.return_lse)
+        out, lse = result if call.return_lse else (result, None)
+        out = from_kernel_layout(form, out)
+        lse = None if lse is None else lse.reshape(form.out[:-1])
+    out = out.float() if widened else out
+    return (out, lse) if call.return_lse else out
+
+
+def _attend_dense(args: tuple[Any, ...], return_lse: bool, request: tuple[Any, ...] | None = None) -> Any:
+    """Compute ``sdpa`` of tensors in the kernels' layout, without masks other than causal ones.
+
+    args: of the operator. request: the key of the launches in SDPA_CACHE if the call was looked up; by default args.
+    """
+    if return_lse:
+        return torch_ops.SDPA_LSE(*args)
+    if request is None:
+        if torch.compiler.is_compiling():
+            return torch_ops.SDPA(*args)
+        request = args
+        replayed = replay(SDPA_CACHE, request, args[0])
+        if replayed is not None:
+            return replayed[0]
+    if not torch_ops.can_skip_dispatcher(*args[:3]):
+        return torch_ops.SDPA(*args)
+    out = torch_ops.load_cuda().sdpa(*args)
+    store_plan(SDPA_CACHE, request, torch_ops.load_cuda().get_sdpa_plan(*args), args[0])
+    return out
+
+
+def _attend_by_torch(call: SdpaCall) -> Tensor:
+    """Compute ``sdpa`` by PyTorch's own attention, as ``explain`` has chosen it for "auto"."""
+    query, key, value, form = call.query, call.key, call.value, call.form
+    attn_mask, dropout_p, causal, float32_as = call.attn_mask, call.dropout_p, call.causal, call.float32_as
+    options: dict[str, Any] = {"scale": call.scale, "enable_gqa": call.enable_gqa}
+    if call.jagged:
         with torch._C._EnableTorchFunction():  # nested tensors define PyTorch's attention by it
             jagged: Tensor = torch.nn.functional.scaled_dot_product_attention(
-                query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+                query, key, value, attn_mask, dropout_p, causal > 0, **options
             )
         return jagged
-    causal = parse_causal(is_causal, alignment)
-    form = canonicalize(query, key, value, attn_mask, parse_dropout(dropout_p), causal, enable_gqa, float32_as)
     if isinstance(form, CanonicalCall):
         if form.mask is None:  # the mask masks nothing, or is a CausalBias
             attn_mask, causal = None, form.causal
-    elif not all([_can_run_torch(x, causal) for x in (query, key, value)]) or (
-        isinstance(attn_mask, Tensor) and attn_mask.dim() < 2
+    elif form is not None and (
+        not all([_can_run_torch(x, causal) for x in (query, key, value)])
+        or (isinstance(attn_mask, Tensor) and attn_mask.dim() < 2)
     ):
-        raise form.error(f"{form.reason}{_format_shapes(query, key, value)}")
+        raise _build_error(call, form)
     if causal and attn_mask is not None:  # PyTorch takes one of them
         if not isinstance(attn_mask, Tensor) or attn_mask.dtype != torch.bool:
             raise ValueError("attn_mask: only booleans can be combined with is_causal")
@@ -358,18 +363,14 @@ def _sdpa_auto(
     if not (is_certain(blind > 0) or is_certain(blind <= 0)):
         mask, without_keys = _build_dynamic_lower_right_mask(q, k)
         # PyTorch's fused attention would compare the sizes of the mask.
-        out, _ = torch.ops.aten._scaled_dot_product_attention_math(
-            q, k, v, mask, dropout_p, scale=scale, enable_gqa=enable_gqa
-        )
+        out, _ = torch.ops.aten._scaled_dot_product_attention_math(q, k, v, mask, dropout_p, **options)
         masked: Tensor = out.masked_fill(without_keys, 0.0)
         return masked.float() if widened else masked
     if is_certain(blind > 0):
         q, causal = q[..., blind:, :], 1
     if causal == 2:
         attn_mask = _build_lower_right_mask(q, k)
-    out = torch.nn.functional.scaled_dot_product_attention(
-        q, k, v, attn_mask, dropout_p, causal == 1, scale=scale, enable_gqa=enable_gqa
-    )
+    out = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask, dropout_p, causal == 1, **options)
     out = torch.nn.functional.pad(out, (0, 0, blind, 0)) if is_certain(blind > 0) else out
     return out.float() if widened else out
 
@@ -410,70 +411,17 @@ def _build_lower_right_mask(query: Tensor, key: Tensor) -> Any:
     return importlib.import_module(BIAS).causal_lower_right(rows, keys)
 
 
-def _canonicalized_sdpa(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | BlockMask | None, dropout_p: float, causal: int,
-    scale: float | None, enable_gqa: bool, precision: SdpaPrecision, return_lse: bool, float32_as: torch.dtype | None,
-    options: ScoreOptions,
-) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
-    """Compute ``sdpa`` of inputs that must be mapped to the kernels' layout, or raise their refusal."""
-    check_cast_dtype(float32_as)
-    jagged = is_jagged(query, key, value)
-    form = canonicalize_call(
-        query, key, value, attn_mask, dropout_p, causal, enable_gqa, float32_as, precision, options
-    )  # fmt: skip
-    if isinstance(form, Refusal):
-        instead = _ALTERNATIVE if form.error is NotImplementedError else ""
-        raise form.error(f"{form.reason}{instead}{_format_shapes(query, key, value)}")
-    factor = parse_scale(scale, query.shape[-1])
-    spec = None
-    if not jagged:
-        spec = make_spec(form.mask, form.causal, options, form.query[2], form.key[2], form.query[0])
-    if precision == TOKEN and spec is not None:
-        raise NotImplementedError(TOKEN_MASKS)
-    widened = query.dtype == torch.float32
-    query, key, value = (x.to(get_cast_dtype(x, float32_as)) for x in (query, key, value))
-    lse: Tensor | None
-    if jagged:
-        left, right = options.window
-        window, sinks = (left, 0 if form.causal else right), options.sinks
-        sinks = None if sinks is None else sinks.float()
-        out, lse = attend_jagged(query, key, value, sinks, window, options.softcap, factor, precision, return_lse)
-        out = out.float() if widened else out
-        return out if lse is None else (out, lse)
-    if form.empty:
-        if spec is not None:
-            check_options(form.mask, options, query.new_empty(1).expand(form.query), form.key[2])
-        out, lse = _build_empty_result(form, query, key, value)
-        if options.sinks is not None:
-            lse = lse.maximum(options.sinks.float().unsqueeze(-1))
-    else:
-        tensors = to_kernel_layout(form, query, key, value)
-        if form.causal and form.mask is not None and is_known(form.mask.shape[1] * form.mask.shape[2] == 1):
-            tensors = (tensors[0], *clear_padding(form.mask, *tensors[1:]))
-        if spec is not None:
-            result = compute_masked(*tensors, spec, options, precision, factor, return_lse)
-        elif precision == TOKEN:
-            result = (SDPA_TOKEN_LSE if return_lse else SDPA_TOKEN)(*tensors, form.causal, factor)
-        elif torch.compiler.is_compiling():  # the operator asserts sizes at run time
-            result = (torch_ops.SDPA_LSE if return_lse else torch_ops.SDPA)(*tensors, precision, form.causal, factor)
-        else:
-            alignment: Alignment = "lower_right" if form.causal == 2 else "upper_left"
-            result = sdpa(
-                *tensors, is_causal=form.causal > 0, scale=factor, enable_gqa=True, precision=precision,
-                causal_alignment=alignment, return_lse=return_lse,
-            )  # type: ignore[call-overload]  # fmt: skip
-        out, lse = result if return_lse else (result, None)
-        out = from_kernel_layout(form, out)
-    out = out.float() if widened else out
-    return out if lse is None or not return_lse else (out, lse.reshape(form.out[:-1]))
-
-
 def _build_empty_result(form: CanonicalCall, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     """Return the results without rows or without keys: zeros with zero gradients, and a log-sum-exp of -inf."""
     out = query.new_zeros(form.out)
     if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
         out = out + sum(x[..., :0].sum() for x in (query, key, value))
     return out, out.new_full(form.out[:-1], -math.inf, dtype=torch.float32)
+
+
+def _build_error(call: SdpaCall, refusal: Refusal, instead: str = "") -> Exception:
+    """Build the error for a refused call. instead: another function that computes it."""
+    return refusal.error(f"{refusal.reason}{instead}{_format_shapes(call.query, call.key, call.value)}")
 
 
 def _format_shapes(*tensors: object) -> str:
@@ -715,9 +663,7 @@ def attention_block(
             attn_mask=attn_mask, return_lse=return_lse, window=window, softcap=softcap, sinks=sinks,
             kv_lengths=kv_lengths, skip_threshold=skip_threshold,
         )  # fmt: skip
-    scores = NO_OPTIONS
-    if not are_defaults(window, softcap, sinks, kv_lengths, skip_threshold):
-        scores = parse_options(window, softcap, sinks, kv_lengths, skip_threshold, causal_alignment)
+    scores = parse_options(window, softcap, sinks, kv_lengths, skip_threshold, causal_alignment)
     check_flag("return_lse", return_lse)
     masked = attn_mask is not None or scores is not NO_OPTIONS or return_lse
     repeats = not (ACTIVE or masked or torch.compiler.is_compiling()) and (
@@ -769,8 +715,8 @@ def attention_block(
     args = (query, key, value, *options, precision, causal, factor)
     if torch_ops.can_skip_dispatcher(query, key, value, *[x for x in options[:4] if x is not None]):
         out, plan = BLOCKS.attend(*args)
-        if repeats and plan is not None:
-            BLOCK_CACHE.put(request, CachedLaunch(plan, build_allocator(query, query.dtype, plan.out_strides), 9))
+        if repeats:
+            store_plan(BLOCK_CACHE, request, plan, query, 9)
         return out
     return BLOCK(*args)  # type: ignore[no-any-return]
 
@@ -788,9 +734,7 @@ def _attend_two_parts(
     if listed is None or ACTIVE or options[3] is not None or not _may_fuse_parts(listed):
         return None
     window, softcap, sinks, _, skip_threshold = options
-    scores = NO_OPTIONS
-    if not are_defaults(window, softcap, sinks, None, skip_threshold):
-        scores = parse_options(window, softcap, sinks, None, skip_threshold, alignment)
+    scores = parse_options(window, softcap, sinks, None, skip_threshold, alignment)
     check_flag("return_lse", return_lse)
     masked = attn_mask is not None or scores is not NO_OPTIONS or return_lse
     if torch.is_grad_enabled():
@@ -897,13 +841,12 @@ def attention(
         check_flag("return_lse", return_lse)
     factor = parse_scale(scale, quantized.head_dim)
     causal = parse_causal(is_causal, causal_alignment)
-    spec, options = None, NO_OPTIONS
-    if attn_mask is not None or not are_defaults(window, softcap, sinks, kv_lengths, skip_threshold):
+    spec, options = None, parse_options(window, softcap, sinks, kv_lengths, skip_threshold, causal_alignment)
+    if attn_mask is not None or options is not NO_OPTIONS:
         if attn_mask is not None and not isinstance(attn_mask, BlockMask):
             raise TypeError(f"attn_mask: a {type(attn_mask).__name__}; codes take a BlockMask, as from_bool makes it")
         if attn_mask is not None and causal:
             raise ValueError("attn_mask: a BlockMask holds the whole mask; it cannot be combined with is_causal")
-        options = parse_options(window, softcap, sinks, kv_lengths, skip_threshold, causal_alignment)
         batch, _, q_len, _ = quantized.query.shape
         spec = make_spec(attn_mask, causal, options, q_len, quantized.key_length, batch)
     return _attend_codes(quantized, spec, options, causal, factor, return_lse)  # type: ignore[no-any-return]

@@ -91,3 +91,19 @@ def require_same_shape(shape: Sequence[Any], other: Sequence[Any]) -> bool:
 def may_be_same_shape(shape: Sequence[Any], other: Sequence[Any]) -> bool:
     """Return whether two shapes are equal; True also if only the run can decide it."""
     return len(shape) == len(other) and not any([is_known(a != b) for a, b in zip(shape, other, strict=True)])
+
+
+def broadcast_shapes(*shapes: Sequence[Any]) -> tuple[Any, ...] | None:
+    """Broadcast shapes. Return None if they do not broadcast. A symbol counts as not 1, as in PyTorch."""
+    sizes: list[Any] = []
+    for dim in range(1, max(len(x) for x in shapes) + 1):
+        size = 1
+        for x in shapes:
+            n = x[-dim] if dim <= len(x) else 1
+            if is_known(n == 1):
+                continue
+            if not is_known(size == 1) and not require(size == n):
+                return None
+            size = n
+        sizes.insert(0, size)
+    return tuple(sizes)

@@ -176,7 +176,7 @@ def attend_jagged(
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Compute ``sdpa`` of jagged tensors (B, H, j, D). Return the output, and the log-sum-exp (B, H, j) or None.
 
-    ``canonicalize_call`` has accepted the arguments. window: aligned at the last query and key of each sequence. No
+    ``parse_call`` has accepted the arguments. window: aligned at the last query and key of each sequence. No
     length is read on the host: the number of all rows replaces a maximum that is not cached.
     """
     starts_q = _get_starts(query)
