@@ -30,7 +30,7 @@ _MAX_CHECKED = 4096
 
 def check_flag(name: str, value: object) -> None:
     """Raise TypeError for anything except True and False, as PyTorch's attention does."""
-    if value is not True and value is not False and not isinstance(value, torch.SymBool):  # of sizes, in torch.compile
+    if not isinstance(value, bool | torch.SymBool):  # torch.compile sees a comparison of sizes as a SymBool
         kind = type(value)
         type_name = kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
         raise TypeError(f"{name}: {format_value(value)}; True or False is needed, not a {type_name}")
