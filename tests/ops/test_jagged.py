@@ -279,6 +279,16 @@ def test_auto_runs_pytorch_if_no_kernel_is_faster() -> None:
     assert torch.equal(SDPA(q, q, q, precision="auto").values(), scaled_dot_product_attention(q, q, q).values())
 
 
+def test_auto_keeps_what_pytorch_lacks() -> None:
+    """PyTorch refuses jagged tensors with lengths of their own and a causal mask, and it has no softcap."""
+    q, k = nested(parts([3, 5], 4)), nested(parts([6, 5], 4))
+    causal: dict[str, Any] = {"is_causal": True, "causal_alignment": "lower_right"}
+    for options in (causal, {"softcap": 5.0}):
+        assert greenfast.explain(q, k, k, precision="auto", **options).precision == "fp8"
+        auto = SDPA(q, k, k, precision="auto", **options)
+        assert torch.equal(auto.values(), SDPA(q, k, k, **options).values())
+
+
 @pytest.mark.parametrize("build", [nested, narrowed], ids=["offsets", "gaps"])
 def test_compiled_for_any_lengths(build: Callable[..., Any]) -> None:
     compiled = COMPILE(SDPA, fullgraph=True, backend="aot_eager", dynamic=True)

@@ -59,6 +59,14 @@ def tensors(length: int = 64, keys: int = 64, head_dim: int = 64, heads: int = 2
     return q, k, v
 
 
+def test_auto_compares_only_calls_that_pytorch_has(rules: None) -> None:
+    """PyTorch would be faster on 15 queries, but has no softcap."""
+    q, k, v = tensors(15)
+    options: dict[str, Any] = {"attn_mask": torch.ones(15, 64, dtype=torch.bool).tril(3), "softcap": 5.0}
+    assert greenfast.explain(q, k, v, precision="auto", **options).precision == "fp8"
+    assert torch.equal(greenfast.sdpa(q, k, v, precision="auto", **options), greenfast.sdpa(q, k, v, **options))
+
+
 @pytest.mark.parametrize(
     ("shape", "causal", "precision", "wanted"),
     [

@@ -300,6 +300,15 @@ def _find_unmeasured(query: Tensor, key: Tensor, masked: bool) -> str:
     return f"query or key may be shorter than {LONG_BACKWARD}, where a kept forward pass was not measured to be faster"
 
 
+def is_in_torch(call: SdpaCall) -> bool:
+    """Return whether PyTorch's attention has what the call asks for, apart from its log-sum-exp.
+
+    Of jagged tensors with lengths of their own it has no causal mask from the last key.
+    """
+    of_torch = call.options is NO_OPTIONS and not isinstance(call.attn_mask, BlockMask)
+    return of_torch and not (call.jagged and call.causal == 2)
+
+
 def explain_call(call: SdpaCall, min_length: int | None = 0, gpu: Target | None = None) -> Explanation:
     """Compute ``explain`` of a call with a form, without norm, RoPE and the backward pass.
 
@@ -341,8 +350,7 @@ def explain_call(call: SdpaCall, min_length: int | None = 0, gpu: Target | None 
         return Explanation(NONE, "no rows, or no keys that they attend to: zeros, without a kernel", fixed)
     dtype = get_cast_dtype(query, call.float32_as)
     chosen, quote = fixed, ""
-    comparable = not cost or not (form.mask is None or isinstance(form.mask, BlockMask))  # with PyTorch's attention
-    if comparable and (precision == "auto" or min_length is None):
+    if is_in_torch(call) and (precision == "auto" or min_length is None):
         chosen, quote = _choose_faster(query, form, precision, gpu)
         if not chosen:
             return Explanation(TORCH, quote)

@@ -79,7 +79,7 @@ from greenfast.ops.quantized import (
     check_choice,
     check_tensors,
 )
-from greenfast.ops.routing import choose_backward, explain_call
+from greenfast.ops.routing import choose_backward, explain_call, is_in_torch
 from greenfast.ops.symbols import is_certain, is_known
 from greenfast.ops.token_scales import SDPA_TOKEN, SDPA_TOKEN_LSE
 from greenfast.ops.varlen import attend_jagged
@@ -227,7 +227,7 @@ def sdpa(
         if not obstacle and torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value)):
             return _attend_kept(call, chosen)
     if precision == "auto":
-        if return_lse or options is not NO_OPTIONS or isinstance(attn_mask, BlockMask):  # PyTorch has none of them
+        if return_lse or not is_in_torch(call):
             call = call._replace(precision="fp8")
         else:
             explanation = explain_call(call)
