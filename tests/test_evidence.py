@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from benchmarks import backward, backward_speed
 from benchmarks.freshness import current_part, freshness
@@ -20,16 +21,17 @@ from benchmarks.report import section
 from greenfast.cli.options import VERBS
 from greenfast.judge.gates.registry import GATES
 from greenfast.judge.record_io import FIELD, INDEX, read_content, read_index
-from greenfast.judge.record_schema import Record
+from greenfast.judge.record_schema import Record, Side
 from greenfast.judge.store import to_json
 from greenfast.judge.task import find_task
 from greenfast.spec.arch import TARGETS
 from greenfast.spec.errors import UsageError
+from greenfast.spec.facts import LaunchFacts
 from greenfast.spec.freshness import Freshness
 from scripts import refresh_hashes, update_results
 from scripts.update_results import blocks, evidence, fill, generated, kept_files
 from tests.benchmarks.benchmarks import peers_record
-from tests.judge.report.records import record, side
+from tests.judge.report.records import DIMS, record, side
 
 ROOT = Path(__file__).parents[1]
 RESULTS = update_results.RESULTS_PAGE
@@ -247,11 +249,25 @@ def tree(root: Path, *records: tuple[str, AnyRecord]) -> Path:
     return root
 
 
-def rung(candidate: str, baseline: str, fmt: str = "e4m3", task: str = "fp8_sdpa") -> Record:
-    def one(name: str) -> Record:
-        return record(candidate=side(name, p50_us=1, registers=1, smem=1, scale=1, hmma=1))
+def launched(one: Side) -> Side:
+    """Return the results with a launch of each kernel, by which a record is found to be stale."""
+    facts = LaunchFacts(
+        dims=DIMS["mission"],
+        grid=(8, 4, 1),
+        block=(128, 1, 1),
+        dynamic_smem_bytes=0,
+        cluster=(1, 1, 1),
+        early=False,
+        arguments="",
+    )
+    return replace(one, builds=[replace(build, launches={"mission": facts}) for build in one.builds])
 
-    return record(candidate=one(candidate).candidate, baseline=one(baseline).candidate, format=fmt, task=task)
+
+def rung(candidate: str, baseline: str, fmt: str = "e4m3", task: str = "fp8_sdpa") -> Record:
+    candidate_side, baseline_side = (
+        launched(side(name, p50_us=1, registers=1, smem=1, scale=1, hmma=1)) for name in (candidate, baseline)
+    )
+    return record(candidate=candidate_side, baseline=baseline_side, format=fmt, task=task)
 
 
 @pytest.mark.usefixtures("made_up_records")
@@ -293,7 +309,9 @@ def test_a_current_record_is_shown_quoted_and_an_example(tmp_path: Path, monkeyp
 def test_the_comparison_with_peers_is_a_section_once_there_is_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    root = tree(tmp_path, ("h100/peers", peers_record()))
+    made_up = peers_record()
+    assert made_up.side is not None
+    root = tree(tmp_path, ("h100/peers", replace(made_up, side=launched(made_up.side))))
     assert "stale" in blocks(evidence(root))["peers"]  # its kernel never was
     assert quoted(blocks(evidence(root))["peers"]) == set()
     monkeypatch.setattr(update_results, "freshness", lambda record: Freshness())
