@@ -22,5 +22,6 @@ class Refusing(Recording):
 
 def test_a_refusal_names_the_solution_and_its_function(tmp_path: Path) -> None:
     (tmp_path / "idle.py").write_text('GREENFAST = {"name": "idle", "language": "callable"}\ndef run(): pass\n')
-    with pytest.raises(UsageError, match=r"^idle: run: it launched nothing on the GPU"):
-        _capture(find_solution(tmp_path / "idle.py"), {}, {}, Refusing("sm_90a"))
+    refused = pytest.raises(UsageError, match=r"^idle: run: it launched nothing on the GPU")
+    with Refusing("sm_90a") as recording, refused:
+        _capture(find_solution(tmp_path / "idle.py"), {}, {}, recording)
