@@ -261,7 +261,7 @@ def test_what_a_training_step_launches(gpu: PretendedGpu, head_dim: int, launche
 
 
 def test_heads_that_share_memory_for_ds(gpu: PretendedGpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One head of K in each launch, whose dS has no room for two; and none at all."""
+    """One head of K in each launch, since there is no room for dS of two; and none at all."""
     q, k, v = torch.randn(2, 4, 310, 64).bfloat16(), *torch.randn(2, 2, 2, 200, 64).bfloat16()
     kept = cuda.sdpa_kept(q, k, v, "int8", 1, 0.1, 8)
     of_head = backward_kernels.stored_bytes(2, 310, 200, backward_kernels.CAUSAL)

@@ -116,7 +116,7 @@ def test_the_options_leave_kernels_out() -> None:
 
 
 def test_training_finds_its_kernels_compiled() -> None:
-    """The forward kernels differ in what they write of each row; only those of 8 bits have backward kernels."""
+    """The forward kernels write other numbers of each row. Only the pass in 8 bits has backward kernels."""
     common: dict[str, Any] = {"head_dims": [128], "dtypes": ["bfloat16"], "precisions": ["int8"], "lengths": [4096]}
     inference = set(kernels_for(HOPPER, **common))
     assert set(kernels_for(HOPPER, backward=["16bit"], **common)) == inference

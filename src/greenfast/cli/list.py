@@ -8,7 +8,7 @@ import json
 import msgspec
 
 from greenfast.cli.console import show, table
-from greenfast.judge.task import TaskConfig, choices, find_task, known_tasks, load
+from greenfast.judge.task import TaskConfig, choices, find_task, load, load_known_tasks
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import UsageError
 
@@ -32,7 +32,7 @@ def run(args: argparse.Namespace) -> int:
 def _list_tasks(as_json: bool) -> int:
     """List the tasks. A task with an invalid config is listed with its error, and the exit code is 2."""
     rows, code = [], 0
-    for folder, task in known_tasks():
+    for folder, task in load_known_tasks():
         if isinstance(task, UsageError):
             code = task.exit_code
             rows.append((folder.name, f"invalid: {task}", "", str(folder)))

@@ -30,9 +30,9 @@ _GLOBAL_LOADS = ("ld", "ldu", "call")
 _OTHER_SPACES = {"param", "shared", "local", "const"}
 #: Instructions after which an address is still one.
 _KEEPS_ADDRESS = ("mov", "cvta", "add", "sub", "mad", "selp")
-#: Instructions of integers whose low bits of the result depend on the low bits of the operands only.
+#: Integer instructions: the low bits of a result depend on the low bits of its operands only.
 _KEEPS_LOW_BITS = (*_KEEPS_ADDRESS, "cvt", "mul", "neg", "not", "and", "or", "xor", "shl")
-#: Buffers begin at a multiple of so many bytes, so an address modulo this number is defined.
+#: The alignment of buffers in bytes: an address modulo this number is defined.
 _ALIGNMENT = 256
 
 

@@ -40,7 +40,7 @@ except ImportError as e:
 try:
     from greenfast.judge.profiling import ncu
     from greenfast.judge.request import GIT_SHA_VARIABLE, git_state
-    from greenfast.judge.task import TASKS_VARIABLE, Task, TaskConfig, known_tasks
+    from greenfast.judge.task import TASKS_VARIABLE, Task, TaskConfig, load_known_tasks
 except ImportError as e:
     _NO_JUDGE = str(e)
 
@@ -295,7 +295,7 @@ def _tool(name: str, path: str | None, use: str, package: str) -> Diagnosis:
 
 def tasks_and_variables(environment: Mapping[str, str]) -> list[Diagnosis]:
     """Report the known tasks and the environment variables that affect greenfast."""
-    tasks = known_tasks()
+    tasks = [*load_known_tasks()]
     configs = [task.config for _, task in tasks if isinstance(task, Task)]
     broken = [
         Diagnosis(f"task {folder.name}", "OPTIONAL", "its config does not hold", str(error))

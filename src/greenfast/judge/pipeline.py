@@ -139,7 +139,7 @@ class GateRun:
         required: the required speedup, instead of the one of the candidate's rung.
         profile: takes a profile of an implementation; returns its files, or none and the reason.
         reuse_timing: returns PERFORMANCE of a machine that cannot time, for the reason given. It may set ``quoted``,
-            and ``quote_completes`` if the record of these timings covers the cases that this run skips.
+            and ``quote_completes`` if their record covers the cases that this run skips.
         """
         self.request = request
         self.profile = profile

@@ -476,20 +476,18 @@ def task_folders() -> list[Path]:
     return list(folders.values())
 
 
-def known_tasks() -> list[tuple[Path, Task | UsageError]]:
-    """Return the folder of each known task with the task, or with the error of its config."""
-    tasks: list[tuple[Path, Task | UsageError]] = []
+def load_known_tasks() -> Iterator[tuple[Path, Task | UsageError]]:
+    """Yield the folder of each known task with the task, or with the error of its config."""
     for folder in task_folders():
         try:
-            tasks.append((folder, load_task(folder)))
+            yield folder, load_task(folder)
         except UsageError as e:
-            tasks.append((folder, e))
-    return tasks
+            yield folder, e
 
 
 def task_names() -> list[str]:
     """Return the names of the known tasks with a valid config."""
-    return [task.config.name for _, task in known_tasks() if isinstance(task, Task)]
+    return [task.config.name for _, task in load_known_tasks() if isinstance(task, Task)]
 
 
 def is_task(name: str) -> bool:
@@ -507,7 +505,7 @@ def find_task(name: str) -> Task:
     if os.sep in name or (Path(name) / CONFIG_NAME).is_file():
         return load_task(Path(name))
     broken: list[UsageError] = []
-    for folder, task in known_tasks():
+    for folder, task in load_known_tasks():
         if isinstance(task, Task):
             if name in (task.config.name, folder.name):
                 return task

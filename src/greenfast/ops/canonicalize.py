@@ -1,8 +1,7 @@
 """Parsing: checks a call of attention and maps PyTorch's inputs to (batch, heads, length, head_dim).
 
 ``greenfast.sdpa`` and ``greenfast.explain`` parse a call once, to an ``SdpaCall``. The first raises a refusal as an
-error, the second returns it. Reasons contain no lengths, because
-these may be symbols of a traced graph.
+error, the second returns it. Reasons contain no lengths, because these may be symbols of a traced graph.
 """
 
 from __future__ import annotations

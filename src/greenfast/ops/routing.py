@@ -301,7 +301,7 @@ def _find_unmeasured(query: Tensor, key: Tensor, masked: bool) -> str:
 
 
 def is_in_torch(call: SdpaCall) -> bool:
-    """Return whether PyTorch's attention has what the call asks for, apart from its log-sum-exp.
+    """Return whether PyTorch's attention supports the call, apart from its log-sum-exp.
 
     Of jagged tensors with lengths of their own it has no causal mask from the last key.
     """

@@ -39,12 +39,15 @@ def install_command(extra: str) -> str:
 def _describe_old(module: str) -> str:
     """Return the installed and the needed release if the module is too old, else an empty string."""
     oldest = OLDEST.get(module)
+    if oldest is None:
+        return ""
     try:
         release = importlib.metadata.version(module)
-    except importlib.metadata.PackageNotFoundError:
+    except importlib.metadata.PackageNotFoundError:  # of a package with another name
         return ""
-    found = tuple(int(n) for n in re.findall(r"\d+", release)[:2])
-    return f"{module} {release} is too old, {'.'.join(map(str, oldest))} is needed" if oldest and found < oldest else ""
+    if tuple(int(n) for n in re.findall(r"\d+", release)[:2]) >= oldest:
+        return ""
+    return f"{module} {release} is too old, {'.'.join(map(str, oldest))} is needed"
 
 
 def _installed(module: str) -> bool:

@@ -39,7 +39,7 @@ class TensorMap:
     swizzle: int
 
     def __post_init__(self) -> None:
-        """Check what a driver does not check itself."""
+        """Refuse maps that a driver would accept and encode wrongly."""
         lengths = len(self.shape), len(self.strides), len(self.box)
         if not 1 <= lengths[0] <= _MOST_DIMENSIONS or len({*lengths}) > 1:
             raise UsageError(

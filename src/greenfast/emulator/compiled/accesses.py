@@ -146,8 +146,8 @@ class MemoryCode:
             inside = c.b.icmp_unsigned("<=", offset, c.entry.sub(c.slot(Slot.GLOBAL_SIZE), I64(size)))
         else:
             # An element that begins below the limit may end in the padding. The padding is never written.
-            inside = c.b.icmp_unsigned("<", address, c.slot(_slot(arena, "LIMIT")))
-            offset = c.b.add(address, c.per_thread(_slot(arena, "START")))
+            inside = c.b.icmp_unsigned("<", address, c.slot(_get_slot(arena, "LIMIT")))
+            offset = c.b.add(address, c.per_thread(_get_slot(arena, "START")))
         if size > 1:
             aligned = c.b.icmp_unsigned("==", c.b.and_(offset, I64(size - 1)), I64(0))
             inside = c.b.and_(inside, aligned)
@@ -156,7 +156,7 @@ class MemoryCode:
 
     def _places(self, arena: str, offset: Value) -> tuple[Value, Value]:
         """Return the pointers to the data and the states of an element."""
-        data, state = (self.c.pointer(_slot(arena, part)) for part in ("DATA", "STATE"))
+        data, state = (self.c.pointer(_get_slot(arena, part)) for part in ("DATA", "STATE"))
         return self.c.b.element(I8, data, offset), self.c.b.element(I8, state, offset)
 
     def _load(self, arena: str, offset: Value, size: int, element: int, count: int, constant: bool) -> list[Value]:
@@ -227,7 +227,7 @@ class MemoryCode:
     def _tag(self, table: str, offset: Value, unit: int, arena: str) -> Value:
         c = self.c
         index = c.b.lshr(offset, I64(self.units[arena].bit_length() - 1))
-        return c.b.element(I64, c.pointer(_slot(arena, table)), c.b.add(index, I64(unit)))
+        return c.b.element(I64, c.pointer(_get_slot(arena, table)), c.b.add(index, I64(unit)))
 
     def _check(self, table: str, offset: Value, size: int, arena: str) -> None:
         """Bail out if an access to one of the units may not be ordered before one by this thread (EpochRaces)."""
@@ -309,7 +309,7 @@ class MemoryCode:
             b.call(counter_name(access.parts), VOID, buffer, pattern, counts, start, I64(access.size))
 
 
-def _slot(arena: str, part: str) -> int:
+def _get_slot(arena: str, part: str) -> int:
     """Return the entry of the context for a part of a memory."""
     number: int = getattr(Slot, f"{arena.upper()}_{part}")
     return number

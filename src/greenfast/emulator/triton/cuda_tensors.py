@@ -278,7 +278,7 @@ class LabelMode(TorchFunctionMode):
 
     def find_addressed(self) -> list[tuple[int, int]]:
         """Return start and end of the living storages with addresses that were read."""
-        return [(start, start + size) for start, _, size in self.addressed.living()]
+        return [(start, start + size) for start, _, size in self.addressed.list_living()]
 
     def _numpy(self, tensor: torch.Tensor, *, force: bool = False) -> Any:
         if self.get_device(tensor).type == "cuda" and not force:

@@ -79,7 +79,7 @@ class ExtensionMemory:
 
     def find(self, address: int) -> tuple[Any, int] | None:
         """Return the storage that holds an address, and the offset there; None if no storage holds it."""
-        for start, reference, size in self._sizes.living():
+        for start, reference, size in self._sizes.list_living():
             if start <= address < start + size:
                 return torch.UntypedStorage._new_with_weak_ptr(reference.cdata), address - start
         return None

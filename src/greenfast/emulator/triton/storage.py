@@ -65,11 +65,14 @@ class StorageMap(Generic[_T]):
         self._entries: dict[int, tuple[StorageWeakRef, _T]] = {}
         self._limit = 1024
 
+    def __bool__(self) -> bool:
+        return bool(self._entries)
+
     def put(self, address: int, storage: Any, value: _T) -> None:
         """Set the value of a storage."""
         self._entries[address] = StorageWeakRef(storage), value  # type: ignore[no-untyped-call]
         if len(self._entries) > self._limit:
-            self._entries = {key: self._entries[key] for key, *_ in self.living()}
+            self._entries = {key: self._entries[key] for key, *_ in self.list_living()}
             self._limit = max(1024, 2 * len(self._entries))
 
     def get(self, address: int) -> _T | None:
@@ -81,7 +84,7 @@ class StorageMap(Generic[_T]):
         """Remove the value at an address."""
         self._entries.pop(address, None)
 
-    def living(self) -> list[tuple[int, StorageWeakRef, _T]]:
+    def list_living(self) -> list[tuple[int, StorageWeakRef, _T]]:
         """Return address, reference and value of each living storage."""
         return [(key, *entry) for key, entry in self._entries.items() if not entry[0].expired()]  # type: ignore[no-untyped-call]
 
@@ -100,7 +103,7 @@ class UnwrittenBytes:
 
     def discard(self, tensor: torch.Tensor) -> None:
         """Count a tensor's storage as written."""
-        if tensor.layout == torch.strided and tensor.device.type == "cpu":
+        if self._masks and tensor.layout == torch.strided and tensor.device.type == "cpu":
             self._masks.discard(tensor.untyped_storage().data_ptr())
 
     def find(self, start: int, size: int) -> NDArray[np.bool_] | None:

@@ -46,7 +46,7 @@ def safe_name(text: str) -> str:
     return _NAME.sub("_", text)[:200].strip("_.+-") or "unnamed"
 
 
-def problem_module(about: str, module: str, kind: str, arguments: str) -> str:
+def render_problem_module(about: str, module: str, kind: str, arguments: str) -> str:
     """Return the problem.py of a converted problem: it makes a problem of a class in ``judge.formats``.
 
     about: the problem in words. arguments: of the class, as Python.

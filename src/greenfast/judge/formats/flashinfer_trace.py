@@ -24,7 +24,7 @@ from greenfast.judge.formats.converted import (
     WORKLOADS,
     Files,
     callable_config,
-    problem_module,
+    render_problem_module,
     safe_name,
     task_config,
     write_problem,
@@ -311,7 +311,7 @@ def import_problem(path: Path, parent: Path, workloads_file: Path | None = None)
         {
             DEFINITION: path.read_bytes(),
             WORKLOADS: workloads_file.read_bytes(),
-            "problem.py": problem_module(about, "defined", "DefinedProblem", paths),
+            "problem.py": render_problem_module(about, "defined", "DefinedProblem", paths),
             CONFIG_NAME: task_config(definition.name, definition.description or "", _shapes(definition, workloads)),
         },
         reference={

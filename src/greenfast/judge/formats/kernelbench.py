@@ -16,7 +16,7 @@ from greenfast.judge.formats.converted import (
     SETTING,
     Files,
     callable_config,
-    problem_module,
+    render_problem_module,
     safe_name,
     task_config,
     write_problem,
@@ -75,7 +75,7 @@ def import_problem(path: Path, parent: Path) -> Path | None:
         parent / name,
         {
             ORIGINAL: text,
-            "problem.py": problem_module(f"{name}: a problem of KernelBench", "defined", "ModelProblem", model),
+            "problem.py": render_problem_module(f"{name}: a problem of KernelBench", "defined", "ModelProblem", model),
             CONFIG_NAME: task_config(path.stem, "", [shape]),
         },
         reference=_model_files(REFERENCE, text, "original", MODEL),

@@ -20,7 +20,7 @@ from greenfast.judge.formats.converted import (
     SETTINGS,
     Files,
     callable_config,
-    problem_module,
+    render_problem_module,
     safe_name,
     task_config,
     write_problem,
@@ -124,7 +124,9 @@ def import_problem(path: Path, parent: Path) -> Path | None:
         {
             ORIGINAL: text,
             SETTINGS: read_file(folder / GIVEN_SETTINGS),
-            "problem.py": problem_module(f"{name}: a problem of robust-kbench", "defined", "RobustProblem", paths),
+            "problem.py": render_problem_module(
+                f"{name}: a problem of robust-kbench", "defined", "RobustProblem", paths
+            ),
             CONFIG_NAME: task_config(name, "", shapes, single),
         },
         reference=_model_files(REFERENCE, text, settings, ""),

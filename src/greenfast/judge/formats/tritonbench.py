@@ -19,7 +19,7 @@ from greenfast.judge.formats.converted import (
     TEST,
     Files,
     callable_config,
-    problem_module,
+    render_problem_module,
     safe_name,
     task_config,
     write_problem,
@@ -110,7 +110,7 @@ def import_problem(path: Path, parent: Path) -> Path | None:
     return write_files(
         folder,
         {
-            "problem.py": problem_module(
+            "problem.py": render_problem_module(
                 f"{name}: a problem of TritonBench", "test_calls", "CallProblem", "Path(__file__).parent"
             ),
             CONFIG_NAME: task_config(name, f"TritonBench's {name}", problem.shapes, left_out=problem.left_out),

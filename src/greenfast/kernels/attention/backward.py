@@ -234,7 +234,7 @@ def stored_bytes(heads: int, q_len: int, kv_len: int, mask: BackwardMask) -> int
 
 
 def describe_excess(of_head: int) -> str:
-    """Say that dS of one head of K has more than MOST_HEAD_BYTES. of_head: its bytes."""
+    """Return the message for more than MOST_HEAD_BYTES of dS of one head of K. of_head: its bytes."""
     return (
         f"dS takes {of_head} bytes for one head of key, and may take {MOST_HEAD_BYTES >> 30} GiB; backward passes in "
         "16 bits have none"

@@ -42,8 +42,8 @@ struct Softmax {
     }
   }
 
-  // Stores the chunk's row maxima and sums in shared memory, after this warp's reads of the last chunk's and before its
-  // reads of these. All lanes of a quad store the same values.
+  // Stores the chunk's row maxima and sums in shared memory: after this warp has read the last chunk's, and before it
+  // reads the new ones. All lanes of a quad store the same values.
   __device__ __forceinline__ void keep(RowStats& stats) const {
     __syncwarp();
 #pragma unroll
